@@ -1,0 +1,1 @@
+"""Tiles chosen by measurement: the cache the runtime reads, and the tools that fill it."""

@@ -1,0 +1,29 @@
+"""The ops: each a Triton kernel `foo` with its PyTorch twin `foo_ref`.
+
+Shape letters, used in every docstring:
+
+    T tokens          S sequences        D width           F feed-forward width   V vocabulary
+    H heads           Hkv KV heads       Dh head width     P mamba head width     N state width
+    G groups          Q chunk            W conv width      E experts              K experts a token
+
+Index tensors are int32 (`kv_rows` int64); `cu` [S+1] holds cumulative token starts; -1 marks a pad
+slot, page or row, whose outputs are zeros and whose state is left alone.
+"""
+
+from nemotriton.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_ref,
+    gated_rms_norm,
+    gated_rms_norm_ref,
+    rms_norm,
+    rms_norm_ref,
+)
+
+__all__ = [
+    "add_rms_norm",
+    "add_rms_norm_ref",
+    "gated_rms_norm",
+    "gated_rms_norm_ref",
+    "rms_norm",
+    "rms_norm_ref",
+]
