@@ -1,165 +1,49 @@
-"""What a Nemotron-H model is: layer kinds, sizes, and the numbers that follow from them.
+"""What a Nemotron-H model is: its layers, its sizes, and the numbers that follow from them.
 
-`ModelConfig` is built once, from `config.json` or a preset, and is frozen. All sizes are numbers of
-elements. Every check is made here, whoever builds the object; messages use the JSON key names.
+`ModelConfig` is built once, from `config.json` or a preset, and is frozen. Nothing else reads the
+raw JSON. All sizes are numbers of elements unless a name says bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import enum
-import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nemotriton.errors import ConfigError
-from nemotriton.model.config_json import Fields, load_config, positive, read_kinds, refuse
+from nemotriton.model.json_fields import Fields, load_config, positive, refuse
+from nemotriton.model.layer_config import (
+    DTYPES,
+    AttentionConfig,
+    MambaConfig,
+    MoeConfig,
+    MtpConfig,
+    scaled_size,
+)
+from nemotriton.model.layer_kinds import KIND_NAMES, LayerKind, read_kinds
 from nemotriton.model.presets import PRESETS
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_Part = TypeVar("_Part", "MambaConfig", "AttentionConfig")
+__all__ = [
+    "PRESETS",
+    "AttentionConfig",
+    "LayerKind",
+    "MambaConfig",
+    "ModelConfig",
+    "MoeConfig",
+    "MtpConfig",
+]
 
-
-class LayerKind(enum.StrEnum):
-    """The mixer of one layer; the value is its letter in a pattern."""
-
-    MAMBA = "M"
-    ATTENTION = "*"
-    MLP = "-"
-    MOE = "E"
-
-
-@dataclass(frozen=True, slots=True)
-class MambaConfig:
-    """Sizes of the Mamba-2 mixers; `dt_limit` clamps softplus(dt), `state_dtype` is the cache's."""
-
-    heads: int
-    head_dim: int
-    state: int
-    groups: int
-    conv_width: int
-    chunk: int
-    conv_bias: bool
-    proj_bias: bool
-    dt_limit: tuple[float, float]
-    state_dtype: str
-
-    def __post_init__(self) -> None:
-        positive("mamba_num_heads", self.heads)
-        positive("mamba_head_dim", self.head_dim)
-        positive("ssm_state_size", self.state)
-        positive("n_groups", self.groups)
-        positive("conv_kernel", self.conv_width)
-        positive("chunk_size", self.chunk)
-        if self.heads % self.groups:
-            problem = f"not divisible by n_groups = {self.groups}"
-            refuse("mamba_num_heads", self.heads, problem, "Every group serves as many heads.")
-        if not 2 <= self.conv_width <= 4:
-            remedy = "Correct conv_kernel; all releases have 4."
-            refuse("conv_kernel", self.conv_width, "widths 2, 3 and 4 are supported", remedy)
-
-    @property
-    def inner(self) -> int:
-        """Channels of x and of the gate z: heads * head_dim (the `expand` key plays no part)."""
-        return self.heads * self.head_dim
-
-    @property
-    def conv_dim(self) -> int:
-        """Channels of the causal convolution: x, B and C."""
-        return self.inner + 2 * self.groups * self.state
-
-    @property
-    def in_rows(self) -> int:
-        """Rows of the in-projection: z, xBC and dt."""
-        return self.inner + self.conv_dim + self.heads
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """Sizes of the attention mixers: grouped queries, no positions."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    bias: bool
-
-    def __post_init__(self) -> None:
-        positive("num_attention_heads", self.heads)
-        positive("num_key_value_heads", self.kv_heads)
-        positive("head_dim", self.head_dim)
-        if self.heads % self.kv_heads:
-            problem = f"not divisible by num_key_value_heads = {self.kv_heads}"
-            refuse("num_attention_heads", self.heads, problem, "Every KV head serves as many.")
-
-    @property
-    def q_rows(self) -> int:
-        """Rows of the query projection; need not equal the model width."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_rows(self) -> int:
-        """Rows of the key projection, and of the value projection."""
-        return self.kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Sizes of one MoE layer.
-
-    `shared_width` is the width of all shared experts together, 0 for none. `latent` is the width
-    experts read and write, None where that is the model's own.
-    """
-
-    experts: int
-    top_k: int
-    width: int
-    shared_width: int
-    latent: int | None
-    router_groups: int
-    top_groups: int
-    normalize: bool
-    scale: float
-
-    def __post_init__(self) -> None:
-        positive("n_routed_experts", self.experts)
-        positive("num_experts_per_tok", self.top_k)
-        positive("moe_intermediate_size", self.width)
-        positive("n_group", self.router_groups)
-        positive("topk_group", self.top_groups)
-        if self.experts % self.router_groups:
-            problem = f"does not divide n_routed_experts = {self.experts}"
-            refuse("n_group", self.router_groups, problem, "Router groups are of equal size.")
-        if self.top_groups > self.router_groups:
-            problem = f"more than n_group = {self.router_groups}"
-            refuse("topk_group", self.top_groups, problem, "Choose at most all groups.")
-        group = self.experts // self.router_groups
-        if self.router_groups > 1 and group < 2:
-            problem = "one expert a group, but a group's score is the sum of its best two"
-            refuse("n_group", self.router_groups, problem, "Use at most n_routed_experts / 2.")
-        if self.top_k > self.top_groups * group:
-            problem = f"more than the {self.top_groups * group} experts that can be chosen"
-            remedy = "Lower it, or raise n_routed_experts or topk_group."
-            refuse("num_experts_per_tok", self.top_k, problem, remedy)
-
-
-@dataclass(frozen=True, slots=True)
-class MtpConfig:
-    """The multi-token-prediction head as declared: `blocks` times the layers of `pattern`.
-
-    The checkpoint decides how many blocks exist; one block may be used for several draft steps.
-    """
-
-    blocks: int
-    pattern: tuple[LayerKind, ...]
+_Part = TypeVar("_Part", MambaConfig, AttentionConfig, MoeConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A whole model. `mlp_widths` and `moes` have one entry for each layer of `kinds`.
+    """A whole model; `mlp_widths` and `moes` have one entry for each layer of `kinds`.
 
-    `name` is a label and plays no part in equality. Raises ConfigError for any impossible size.
+    `name` is a label and plays no part in equality. `mamba` and `attention` serve all layers of
+    their kind, the MTP block's included. Raises ConfigError for any impossible size.
     """
 
     name: str = field(compare=False)
@@ -187,50 +71,51 @@ class ModelConfig:
         positive("hidden_size", self.width)
         positive("vocab_size", self.vocab)
         positive("max_position_embeddings", self.max_context)
-        everything = self.kinds + (self.mtp.pattern if self.mtp else ())
+        mtp_kinds = self.mtp.pattern if self.mtp else ()
+        everything = self.kinds + mtp_kinds
         if self.mlp_bias and LayerKind.MOE in everything:
             problem = "biases inside MoE layers are not supported"
             refuse("mlp_bias", True, problem, "No release has them; set mlp_bias to false.")
-        per_layer = len(self.mlp_widths) == len(self.moes) == len(self.kinds)
-        parts = [
-            (self.mamba is not None) == (LayerKind.MAMBA in everything),
-            (self.attention is not None) == (LayerKind.ATTENTION in everything),
-            *((m is not None) == (k == LayerKind.MOE) for m, k in zip(self.moes, self.kinds)),
-            *((w > 0) == (k == LayerKind.MLP) for w, k in zip(self.mlp_widths, self.kinds)),
-        ]
-        if not (self.kinds and per_layer and all(parts)):
-            remedy = "Give every layer the sizes of its kind, and no others (see ModelConfig)."
+        moe_layers = self.moes + (self.mtp_moe,)
+        moe_places = self.kinds + (LayerKind.MOE if LayerKind.MOE in mtp_kinds else LayerKind.MLP,)
+        mlp_layers = self.mlp_widths + (self.mtp_mlp_width,)
+        mlp_places = self.kinds + (LayerKind.MLP if LayerKind.MLP in mtp_kinds else LayerKind.MOE,)
+        fits = (
+            bool(self.kinds)
+            and (self.mamba is not None) == (LayerKind.MAMBA in everything)
+            and (self.attention is not None) == (LayerKind.ATTENTION in everything)
+            and [moe is not None for moe in moe_layers] == [k == LayerKind.MOE for k in moe_places]
+            and [size > 0 for size in mlp_layers] == [k == LayerKind.MLP for k in mlp_places]
+        )
+        if not fits:
+            remedy = "Give every layer the sizes of its kind and no others; see ModelConfig."
             refuse("hybrid_override_pattern", self.pattern, "does not match the sizes", remedy)
-
-    # ---- building -----------------------------------------------------------------------------
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """Return a public model's configuration by name (see PRESETS)."""
+        """Return a public model's configuration by name (the keys of PRESETS)."""
         if name not in PRESETS:
             close = difflib.get_close_matches(name, PRESETS, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"no preset {name!r}.{hint} Known: {', '.join(PRESETS)}.")
+            raise ConfigError(f"preset {name!r} is unknown.{hint} Known: {', '.join(PRESETS)}.")
         return cls.from_json(PRESETS[name], name=name)
 
     @classmethod
-    def from_json(cls, source: dict[str, Any] | str | Path, name: str = "") -> ModelConfig:
+    def from_json(cls, data: dict[str, Any] | str | Path, name: str = "") -> ModelConfig:
         """Read a configuration from a dict, JSON text, a JSON file or a directory's config.json.
 
         Raises ConfigError for a missing, unknown, contradictory or impossible value. Keys without
         meaning for inference (rope_*, expand, time_step_min, initializer_range, ...) are not read.
         """
-        fields, found_name = load_config(source)
-        letters, mtp_letters, mtp_blocks = read_kinds(fields)
-        kinds = tuple(map(LayerKind, letters))
-        mtp_kinds = tuple(map(LayerKind, mtp_letters))
+        fields, found_name = load_config(data)
+        kinds, mtp_kinds, mtp_blocks = read_kinds(fields)
         _refuse_unsupported(fields)
-        layers = [fields.within("block_configs", i) for i in range(len(kinds))]
-        mtp_layers = [fields.within("mtp_block_configs", i) for i in range(len(mtp_kinds))]
-        placed = list(zip(kinds + mtp_kinds, layers + mtp_layers, strict=True))
-        mtp_parts = list(zip(mtp_kinds, mtp_layers, strict=True))
+        layers = list(zip(kinds, fields.layers("block_configs", len(kinds)), strict=True))
+        mtp_layers = list(
+            zip(mtp_kinds, fields.layers("mtp_block_configs", len(mtp_kinds)), strict=True)
+        )
+        both = layers + mtp_layers
         vocab = fields.integer("vocab_size")
-        bos, pad = (fields.token_ids(key, vocab)[:1] for key in ("bos_token_id", "pad_token_id"))
         return cls(
             name=name or found_name,
             width=fields.integer("hidden_size"),
@@ -240,19 +125,279 @@ class ModelConfig:
             tied=fields.flag("tie_word_embeddings", False),
             residual_fp32=fields.flag("residual_in_fp32", False),
             max_context=fields.integer("max_position_embeddings"),
-            dtype=fields.choice("dtype", "bfloat16", _DTYPES),
-            mamba=_one([_read_mamba(at) for k, at in placed if k == LayerKind.MAMBA]),
-            attention=_one([_read_attention(at) for k, at in placed if k == LayerKind.ATTENTION]),
-            mlp_bias=fields.flag("mlp_bias", False),
-            mlp_widths=_read_mlp_widths(kinds, layers),
-            moes=tuple(
-                _read_moe(at) if kind == LayerKind.MOE else None
-                for kind, at in zip(kinds, layers, strict=True)
+            dtype=fields.choice("dtype", "bfloat16", DTYPES),
+            mamba=_one([MambaConfig.read(at) for kind, at in both if kind is LayerKind.MAMBA]),
+            attention=_one(
+                [AttentionConfig.read(at) for kind, at in both if kind is LayerKind.ATTENTION]
             ),
+            mlp_bias=fields.flag("mlp_bias", False),
+            mlp_widths=_mlp_widths(layers),
+            moes=tuple(MoeConfig.read(at) if k is LayerKind.MOE else None for k, at in layers),
             mtp=MtpConfig(mtp_blocks, mtp_kinds) if mtp_blocks else None,
-            mtp_moe=_one([_read_moe(at) for k, at in mtp_parts if k == LayerKind.MOE]),
-            mtp_mlp_width=max(_read_mlp_widths(mtp_kinds, mtp_layers), default=0),
-            bos=bos[0] if bos else None,
+            mtp_moe=_one([MoeConfig.read(at) for kind, at in mtp_layers if kind is LayerKind.MOE]),
+            mtp_mlp_width=_mtp_mlp_width(mtp_layers),
+            bos=fields.token_id("bos_token_id", vocab),
             eos=fields.token_ids("eos_token_id", vocab),
-            pad=pad[0] if pad else None,
+            pad=fields.token_id("pad_token_id", vocab),
         )
+
+    @property
+    def pattern(self) -> str:
+        """The layers as letters, e.g. "M*-E"."""
+        return "".join(self.kinds)
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the main model (MTP not counted)."""
+        return len(self.kinds)
+
+    @property
+    def mamba_layers(self) -> tuple[int, ...]:
+        """Indices of the Mamba layers."""
+        return self._layers_of(LayerKind.MAMBA)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the attention layers."""
+        return self._layers_of(LayerKind.ATTENTION)
+
+    @property
+    def mlp_layers(self) -> tuple[int, ...]:
+        """Indices of the dense MLP layers."""
+        return self._layers_of(LayerKind.MLP)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the MoE layers."""
+        return self._layers_of(LayerKind.MOE)
+
+    @property
+    def moe(self) -> MoeConfig | None:
+        """The first MoE layer's sizes, None without MoE layers."""
+        return next((moe for moe in self.moes if moe is not None), None)
+
+    def _layers_of(self, kind: LayerKind) -> tuple[int, ...]:
+        return tuple(index for index, each in enumerate(self.kinds) if each is kind)
+
+    def describe(self) -> str:
+        """Return one line such as `52 layers M23 E23 *6 · MTP 0`."""
+        counts = " ".join(f"{kind}{self.kinds.count(kind)}" for kind in dict.fromkeys(self.kinds))
+        mtp = f"{self.mtp.blocks} ({''.join(self.mtp.pattern)})" if self.mtp else "0"
+        return f"{self.layer_count} layers {counts} · MTP {mtp}"
+
+    def parameter_count(self, mtp: bool = False) -> int:
+        """Return the number of parameters, router correction biases included.
+
+        With `mtp`, one MTP block is added: the file holds one, however often it is applied.
+        """
+        layers = zip(self.kinds, self.moes, self.mlp_widths, strict=True)
+        total = sum(self._layer_parameters(*layer) for layer in layers)
+        total += self.vocab * self.width * (1 if self.tied else 2) + self.width
+        return total + (self._mtp_parameters() if mtp else 0)
+
+    def active_parameter_count(self) -> int:
+        """Return the parameters one token uses: all but the experts it is not sent to, no MTP.
+
+        Embedding and head count in full; this is the definition behind the models' names.
+        """
+        idle = 0
+        for moe in self.moes:
+            if moe is not None:
+                all_experts = moe.parameters(self.width, moe.experts)
+                idle += all_experts - moe.parameters(self.width, moe.top_k)
+        return self.parameter_count() - idle
+
+    def bf16_checkpoint_bytes(self, mtp: bool = True, gate_fp32: bool = False) -> int:
+        """Return the tensor bytes of a BF16 release: correction biases fp32, all else bf16.
+
+        Router gates are bf16 in Super and Ultra, fp32 in Nano (`gate_fp32`): no key says which.
+        """
+        moes = [*self.moes, *((self.mtp_moe,) * self._mtp_moe_layers() if mtp else ())]
+        experts = sum(moe.experts for moe in moes if moe is not None)
+        fp32_elements = experts * (1 + self.width * gate_fp32)
+        return 2 * self.parameter_count(mtp=mtp) + 2 * fp32_elements
+
+    def _mtp_moe_layers(self) -> int:
+        return self.mtp.pattern.count(LayerKind.MOE) if self.mtp else 0
+
+    def _mtp_parameters(self) -> int:
+        if self.mtp is None:
+            return 0
+        layers = sum(
+            self._layer_parameters(kind, self.mtp_moe, self.mtp_mlp_width)
+            for kind in self.mtp.pattern
+        )
+        return layers + 2 * self.width * self.width + 3 * self.width  # eh_proj and three norms
+
+    def _layer_parameters(self, kind: LayerKind, moe: MoeConfig | None, mlp_width: int) -> int:
+        norm = self.width
+        if kind is LayerKind.MLP:
+            bias = mlp_width + self.width if self.mlp_bias else 0
+            return norm + 2 * mlp_width * self.width + bias
+        if kind is LayerKind.MOE:
+            assert moe is not None
+            return norm + moe.parameters(self.width, moe.experts)
+        part = self.mamba if kind is LayerKind.MAMBA else self.attention
+        assert part is not None
+        return norm + part.parameters(self.width)
+
+    def cut(self, layers: int | None = None, width_scale: float | None = None) -> ModelConfig:
+        """Return a legal smaller model, for random weights; the vocabulary and MTP block stay.
+
+        `layers`: the contiguous run of that many layers holding the most kinds, the earliest such
+        run: the first layers, unless only a later run has every kind that fits.
+        `width_scale` in (0, 1]: width, heads, experts, experts a token and all ffn widths shrink;
+        groups, KV heads, head sizes, state and conv width stay, and with them divisibility.
+        """
+        small = self
+        if layers is not None:
+            positive("layers", layers)
+            if layers > self.layer_count:
+                problem = f"the model has only {self.layer_count} layers"
+                refuse("layers", layers, problem, f"Ask for 1 to {self.layer_count}.")
+            small = small._run(layers)
+        if width_scale is not None:
+            number = isinstance(width_scale, (int, float)) and not isinstance(width_scale, bool)
+            if not (number and 0 < width_scale <= 1):
+                remedy = "Use e.g. 0.25 for a quarter of the width."
+                refuse("width_scale", width_scale, "must be above 0 and at most 1", remedy)
+            small = small._narrowed(width_scale)
+        return small
+
+    def _run(self, length: int) -> ModelConfig:
+        starts = range(self.layer_count - length + 1)
+        start = max(starts, key=lambda at: (len(set(self.kinds[at : at + length])), -at))
+        run = slice(start, start + length)
+        used = self.kinds[run] + (self.mtp.pattern if self.mtp else ())
+        return replace(
+            self,
+            kinds=self.kinds[run],
+            mlp_widths=self.mlp_widths[run],
+            moes=self.moes[run],
+            mamba=self.mamba if LayerKind.MAMBA in used else None,
+            attention=self.attention if LayerKind.ATTENTION in used else None,
+        )
+
+    def _narrowed(self, scale: float) -> ModelConfig:
+        return replace(
+            self,
+            width=scaled_size(self.width, scale),
+            mamba=self.mamba.scaled(scale) if self.mamba else None,
+            attention=self.attention.scaled(scale) if self.attention else None,
+            mlp_widths=tuple(scaled_size(size, scale) for size in self.mlp_widths),
+            moes=tuple(moe.scaled(scale) if moe else None for moe in self.moes),
+            mtp_moe=self.mtp_moe.scaled(scale) if self.mtp_moe else None,
+            mtp_mlp_width=scaled_size(self.mtp_mlp_width, scale),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a `config.json` that from_json reads back to an equal object.
+
+        MoE layers of different sizes are written as Puzzle's `block_configs`; different MLP widths
+        as a list.
+        """
+        moes = [moe for moe in self.moes if moe is not None]
+        uniform = all(moe == moes[0] for moe in moes)
+        shared_moe = self.moe or self.mtp_moe
+        data: dict[str, Any] = {
+            "architectures": ["NemotronHForCausalLM"],
+            "model_type": "nemotron_h" if uniform else "nemotron_h_puzzle",
+            "hidden_size": self.width,
+            "vocab_size": self.vocab,
+            "num_hidden_layers": self.layer_count,
+            "hybrid_override_pattern": self.pattern,
+            "layer_norm_epsilon": self.eps,
+            "tie_word_embeddings": self.tied,
+            "residual_in_fp32": self.residual_fp32,
+            "max_position_embeddings": self.max_context,
+            "dtype": self.dtype,
+            "mlp_bias": self.mlp_bias,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "bos_token_id": self.bos,
+            "eos_token_id": self.eos[0] if len(self.eos) == 1 else list(self.eos) or None,
+            "pad_token_id": self.pad,
+            "num_nextn_predict_layers": self.mtp.blocks if self.mtp else 0,
+        }
+        for part in (self.mamba, self.attention, shared_moe):
+            data |= part.json() if part else {}
+        widths = [width for width in self.mlp_widths if width]
+        if len({*widths, self.mtp_mlp_width or max(widths, default=0)}) > 1:
+            data["intermediate_size"] = widths
+        elif widths or self.mtp_mlp_width:
+            data["intermediate_size"] = max(*widths, self.mtp_mlp_width, 0)
+        if not uniform:
+            data["block_configs"] = [
+                _block(*layer) for layer in zip(self.kinds, self.moes, self.mlp_widths, strict=True)
+            ]
+        if self.mtp is not None:
+            data["mtp_hybrid_override_pattern"] = "".join(self.mtp.pattern)
+            if shared_moe != (self.mtp_moe or shared_moe) or len({*widths, self.mtp_mlp_width}) > 1:
+                data["mtp_block_configs"] = [
+                    _block(kind, self.mtp_moe, self.mtp_mlp_width) for kind in self.mtp.pattern
+                ]
+        return data
+
+
+def _block(kind: LayerKind, moe: MoeConfig | None, mlp_width: int) -> dict[str, Any]:
+    """Return one entry of `block_configs`."""
+    block: dict[str, Any] = {"block_type": KIND_NAMES[kind]}
+    if kind is LayerKind.MOE and moe is not None:
+        block |= moe.json()
+    if kind is LayerKind.MLP:
+        block["intermediate_size"] = mlp_width
+    return block
+
+
+def _one(parts: Sequence[_Part]) -> _Part | None:
+    """Return the sizes that all layers of a kind share, None without such layers."""
+    for part in parts[1:]:
+        ours, first = part.json(), parts[0].json()
+        for key in ours:
+            if ours[key] != first.get(key):
+                problem = f"differs between layers of one kind (another layer has {first.get(key)})"
+                remedy = "Only MoE layers and MLPs may differ from layer to layer."
+                refuse(f"block_configs: {key}", ours[key], problem, remedy)
+    return parts[0] if parts else None
+
+
+def _mlp_widths(layers: Sequence[tuple[LayerKind, Fields]]) -> tuple[int, ...]:
+    """Return every layer's MLP width, 0 where it is no MLP.
+
+    `intermediate_size` is one number, a list with one entry for each MLP layer, or a list of one.
+    """
+    count = sum(kind is LayerKind.MLP for kind, _ in layers)
+    widths: list[int] = []
+    seen = 0
+    for kind, fields in layers:
+        if kind is not LayerKind.MLP:
+            widths.append(0)
+            continue
+        key, value = fields.find("intermediate_size") or fields.missing("intermediate_size")
+        if isinstance(value, list):
+            if len(value) not in (1, count):
+                problem = f"{len(value)} entries for {count} MLP layers"
+                refuse(key, value, problem, "Give one number, or one for each '-' layer.")
+            key, value = f"{key}[{seen % len(value)}]", value[seen % len(value)]
+        widths.append(positive(key, value))
+        seen += 1
+    return tuple(widths)
+
+
+def _mtp_mlp_width(layers: Sequence[tuple[LayerKind, Fields]]) -> int:
+    """Return the MLP width of an MTP block, 0 if it has no MLP."""
+    widths = {width for width in _mlp_widths(layers) if width}
+    if len(widths) > 1:
+        remedy = "Give every MLP of the MTP block one width."
+        refuse("mtp_block_configs: intermediate_size", sorted(widths), "differs", remedy)
+    return max(widths, default=0)
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    """Refuse the few keys that would change the arithmetic if they held anything else."""
+    fields.choice("mlp_hidden_act", "relu2", ("relu2",))
+    fields.choice("mamba_hidden_act", "silu", ("silu", "swish"))
+    window = fields.find("sliding_window")
+    if window is not None:
+        remedy = "Set it to null if the checkpoint was trained without a window."
+        refuse(*window, "sliding-window attention is not part of Nemotron-H", remedy)

@@ -1,4 +1,4 @@
-"""Reading of `config.json`: every spelling in use becomes one typed value, or an error that names it.
+"""Reading of `config.json`: every spelling becomes one typed value, or an error that names it.
 
 The file is read as plain JSON: no remote code and no AutoConfig. Spellings follow the public
 configurations of the Nemotron-H family and the classes of transformers, vLLM and Megatron-Bridge.
@@ -36,11 +36,28 @@ _ALIASES: dict[str, tuple[str, ...]] = {
 
 # What an entry of `block_configs` (Puzzle: sizes that differ from layer to layer) may set.
 _BLOCK_SIZES = (
-    "attention_bias chunk_size conv_kernel head_dim intermediate_size mamba_head_dim "
-    "mamba_num_heads moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size "
-    "n_group n_groups n_routed_experts n_shared_experts norm_topk_prob num_attention_heads "
-    "num_experts_per_tok num_key_value_heads routed_scaling_factor ssm_state_size topk_group"
-).split()
+    "attention_bias",
+    "chunk_size",
+    "conv_kernel",
+    "head_dim",
+    "intermediate_size",
+    "mamba_head_dim",
+    "mamba_num_heads",
+    "moe_intermediate_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "n_group",
+    "n_groups",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "num_key_value_heads",
+    "routed_scaling_factor",
+    "ssm_state_size",
+    "topk_group",
+)
 _BLOCK_KEYS = {"block_type", *_BLOCK_SIZES}.union(*(_ALIASES.get(key, ()) for key in _BLOCK_SIZES))
 _BLOCK_HELP = "block_type, " + ", ".join(_BLOCK_SIZES) + "."
 
@@ -52,6 +69,7 @@ _FLOAT_WORDS = {
     "NaN": math.nan,
     "nan": math.nan,
 }
+
 
 def refuse(key: str, value: object, problem: str, remedy: str) -> NoReturn:
     """Raise ConfigError that names the key, the value seen, what is wrong and what to do."""
@@ -199,6 +217,13 @@ class Fields:
                 refuse(name, value, problem, f"Correct {name} or vocab_size.")
         return tuple(dict.fromkeys(ids))
 
+    def token_id(self, key: str, vocab: int) -> int | None:
+        """Return one token id inside the vocabulary, or None."""
+        found = self.find(key)
+        if found is not None and isinstance(found[1], (list, tuple)):
+            refuse(*found, "must be one token id", f"Write {key} as a number or null.")
+        return next(iter(self.token_ids(key, vocab)), None)
+
     def blocks(self, key: str) -> list[dict[str, Any]] | None:
         """Return the per-layer entries of a Puzzle configuration, or None."""
         found = self.find(key)
@@ -214,11 +239,10 @@ class Fields:
                     refuse(f"{name}[{index}].{inner}", setting, problem, "Known: " + _BLOCK_HELP)
         return value
 
-    def within(self, key: str, blocks: list[dict[str, Any]] | None, index: int) -> Fields:
-        """Return the fields of layer `index`: its own entry first, then the whole file's."""
-        if blocks is None:
-            return self
-        return Fields(blocks[index], self, f"{key}[{index}].")
+    def layers(self, key: str, count: int) -> list[Fields]:
+        """Return the fields of each of `count` layers: its own entry first, then the whole file."""
+        blocks = self.blocks(key) or [{}] * count
+        return [Fields(block, self, f"{key}[{index}].") for index, block in enumerate(blocks)]
 
 
 def _is_zero(value: object) -> bool:

@@ -224,17 +224,15 @@ class MoeConfig:
     @classmethod
     def read(cls, fields: Fields) -> MoeConfig:
         """Read the MoE keys; absent group keys mean one group, latent null or 0 means none."""
-        has_width = fields.find("moe_shared_expert_intermediate_size") is not None
-        shared = fields.count("n_shared_experts", 1 if has_width else 0)
-        if shared:
-            shared *= fields.count("moe_shared_expert_intermediate_size", 0) or fields.missing(
-                "moe_shared_expert_intermediate_size"
-            )
+        shared_width = fields.count("moe_shared_expert_intermediate_size", 0)
+        shared_experts = fields.count("n_shared_experts", 1 if shared_width else 0)
+        if shared_experts and not shared_width:
+            fields.missing("moe_shared_expert_intermediate_size")
         return cls(
             experts=fields.integer("n_routed_experts"),
             top_k=fields.integer("num_experts_per_tok"),
             width=fields.integer("moe_intermediate_size"),
-            shared_width=shared,
+            shared_width=shared_experts * shared_width,
             latent=fields.count("moe_latent_size", 0) or None,
             router_groups=fields.integer("n_group", 1),
             top_groups=fields.integer("topk_group", 1),
@@ -271,7 +269,7 @@ class MoeConfig:
             "num_experts_per_tok": self.top_k,
             "moe_intermediate_size": self.width,
             "n_shared_experts": 1 if self.shared_width else 0,
-            "moe_shared_expert_intermediate_size": self.shared_width or None,
+            "moe_shared_expert_intermediate_size": self.shared_width,
             "moe_latent_size": self.latent,
             "n_group": self.router_groups,
             "topk_group": self.top_groups,

@@ -29,6 +29,12 @@ class LayerKind(enum.StrEnum):
 
 
 _LETTERS = "".join(LayerKind)
+KIND_NAMES = {
+    LayerKind.MAMBA: "mamba",
+    LayerKind.ATTENTION: "attention",
+    LayerKind.MLP: "mlp",
+    LayerKind.MOE: "moe",
+}
 _LAYOUT_KEYS = (
     "hybrid_override_pattern",
     "layers_block_type",
@@ -38,10 +44,11 @@ _LAYOUT_KEYS = (
     "mtp_layer_types",
 )
 
+
 def _letters(key: str, pattern: Any) -> list[str]:
     """Split a pattern string at `/` into letters; `|` and white space carry no meaning."""
     if not isinstance(pattern, str):
-        refuse(key, pattern, "must be a string of M, *, - and E", "Write it as e.g. \"M*-E\".")
+        refuse(key, pattern, "must be a string of M, *, - and E", 'Write it as e.g. "M*-E".')
     parts = [""]
     for position, letter in enumerate(pattern):
         if letter == "/":
@@ -98,7 +105,7 @@ def _read_mtp(fields: Fields, data: dict[str, Any], parts: list[str]) -> tuple[s
     text = data["mtp_hybrid_override_pattern"]
     mtp_parts = _letters("mtp_hybrid_override_pattern", text) if text is not None else [""]
     if len(mtp_parts) > 1:
-        refuse("mtp_hybrid_override_pattern", text, "holds a /", "Give one block, e.g. \"*E\".")
+        refuse("mtp_hybrid_override_pattern", text, "holds a /", 'Give one block, e.g. "*E".')
     readings = {f"hybrid_override_pattern, part {i + 1}": part for i, part in enumerate(parts)}
     blocks = fields.blocks("mtp_block_configs")
     readings |= {
@@ -118,7 +125,7 @@ def _read_mtp(fields: Fields, data: dict[str, Any], parts: list[str]) -> tuple[s
             "num_nextn_predict_layers",
             count,
             "no key says which layers an MTP block has",
-            "Add mtp_hybrid_override_pattern, e.g. \"*E\", or set num_nextn_predict_layers to 0.",
+            'Add mtp_hybrid_override_pattern, e.g. "*E", or set num_nextn_predict_layers to 0.',
         )
     if blocks is not None and len(blocks) != len(kinds):
         problem = f"disagrees with the {len(kinds)} layers of the MTP pattern {kinds!r}"
@@ -129,11 +136,13 @@ def _read_mtp(fields: Fields, data: dict[str, Any], parts: list[str]) -> tuple[s
     return kinds, count
 
 
-def read_kinds(fields: Fields) -> tuple[str, str, int]:
-    """Return (pattern letters, MTP pattern letters, MTP blocks), from whichever keys are there.
+def read_kinds(
+    fields: Fields,
+) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...], int]:
+    """Return (layers, layers of one MTP block, MTP blocks), from whichever keys are there.
 
     `hybrid_override_pattern` may carry MTP parts after `/`; every key that is present must agree.
-    Without MTP the last two are "" and 0: a declared count of zero wins over a leftover pattern,
+    Without MTP the last two are () and 0: a declared count of zero wins over a leftover pattern,
     which transformers always writes.
     """
     data = {key: found[1] if (found := fields.find(key)) else None for key in _LAYOUT_KEYS}
@@ -151,7 +160,7 @@ def read_kinds(fields: Fields) -> tuple[str, str, int]:
     if not kinds:
         raise ConfigError(
             "hybrid_override_pattern is missing or empty, so are layers_block_type and layer_types:"
-            " no layer is declared. Add one of them, e.g. hybrid_override_pattern \"M*-E\"."
+            ' no layer is declared. Add one of them, e.g. hybrid_override_pattern "M*-E".'
         )
     layers = fields.integer("num_hidden_layers", default=len(kinds))
     for key, declared in (("num_hidden_layers", layers), ("block_configs", len(blocks or kinds))):
@@ -163,4 +172,4 @@ def read_kinds(fields: Fields) -> tuple[str, str, int]:
                 f"Remove {key} or correct the pattern.",
             )
     mtp_kinds, mtp_blocks = _read_mtp(fields, data, parts[1:])
-    return kinds, mtp_kinds, mtp_blocks
+    return tuple(map(LayerKind, kinds)), tuple(map(LayerKind, mtp_kinds)), mtp_blocks
