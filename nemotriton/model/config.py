@@ -22,7 +22,7 @@ from nemotriton.model.layer_config import (
     MtpConfig,
     scaled_size,
 )
-from nemotriton.model.layer_kinds import KIND_NAMES, LayerKind, read_kinds
+from nemotriton.model.layer_kinds import LayerKind, read_kinds
 from nemotriton.model.presets import PRESETS
 
 __all__ = [
@@ -332,7 +332,8 @@ class ModelConfig:
             ]
         if self.mtp is not None:
             data["mtp_hybrid_override_pattern"] = "".join(self.mtp.pattern)
-            if shared_moe != (self.mtp_moe or shared_moe) or len({*widths, self.mtp_mlp_width}) > 1:
+            other_moe = self.mtp_moe is not None and self.mtp_moe != shared_moe
+            if other_moe or (self.mtp_mlp_width and len({*widths, self.mtp_mlp_width}) > 1):
                 data["mtp_block_configs"] = [
                     _block(kind, self.mtp_moe, self.mtp_mlp_width) for kind in self.mtp.pattern
                 ]
@@ -341,9 +342,10 @@ class ModelConfig:
 
 def _block(kind: LayerKind, moe: MoeConfig | None, mlp_width: int) -> dict[str, Any]:
     """Return one entry of `block_configs`."""
-    block: dict[str, Any] = {"block_type": KIND_NAMES[kind]}
+    block: dict[str, Any] = {"block_type": kind.word}
     if kind is LayerKind.MOE and moe is not None:
-        block |= moe.json()
+        # Null would mean "as in the whole file"; 0 says that this layer has none.
+        block |= {key: 0 if value is None else value for key, value in moe.json().items()}
     if kind is LayerKind.MLP:
         block["intermediate_size"] = mlp_width
     return block

@@ -241,7 +241,7 @@ class Fields:
 
     def layers(self, key: str, count: int) -> list[Fields]:
         """Return the fields of each of `count` layers: its own entry first, then the whole file."""
-        blocks = self.blocks(key) or [{}] * count
+        blocks = (self.blocks(key) if count else None) or [{}] * count
         return [Fields(block, self, f"{key}[{index}].") for index, block in enumerate(blocks)]
 
 

@@ -8,16 +8,6 @@ from typing import Any
 from nemotriton.errors import ConfigError
 from nemotriton.model.json_fields import Fields, refuse
 
-# The layer kinds' names: the first vocabulary of the releases, and that of transformers >= 5.15.
-_KIND_LETTERS = {
-    "mamba": "M",
-    "linear_attention": "M",
-    "attention": "*",
-    "full_attention": "*",
-    "moe": "E",
-    "mlp": "-",
-}
-
 
 class LayerKind(enum.StrEnum):
     """The mixer of one layer; the value is its letter in a pattern."""
@@ -27,14 +17,18 @@ class LayerKind(enum.StrEnum):
     MLP = "-"
     MOE = "E"
 
+    @property
+    def word(self) -> str:
+        """The kind as `layers_block_type` names it: mamba, attention, mlp or moe."""
+        return self.name.lower()
 
-_LETTERS = "".join(LayerKind)
-KIND_NAMES = {
-    LayerKind.MAMBA: "mamba",
-    LayerKind.ATTENTION: "attention",
-    LayerKind.MLP: "mlp",
-    LayerKind.MOE: "moe",
+
+# The names of the releases, and those transformers writes since 5.15.
+_KIND_LETTERS = {kind.word: kind.value for kind in LayerKind} | {
+    "linear_attention": "M",
+    "full_attention": "*",
 }
+_LETTERS = "".join(LayerKind)
 _LAYOUT_KEYS = (
     "hybrid_override_pattern",
     "layers_block_type",
@@ -66,7 +60,9 @@ def _letters(key: str, pattern: Any) -> list[str]:
 
 
 def _named_kinds(key: str, names: Any) -> str:
-    """Turn a list of layer names, in either vocabulary, into pattern letters."""
+    """Turn a list of layer names, in either vocabulary, into pattern letters; "" for None."""
+    if names is None:
+        return ""
     if not isinstance(names, (list, tuple)):
         refuse(key, names, "must be a list of layer names", f"Use {sorted(_KIND_LETTERS)}.")
     for position, name in enumerate(names):
@@ -111,9 +107,9 @@ def _read_mtp(fields: Fields, data: dict[str, Any], parts: list[str]) -> tuple[s
     readings |= {
         "mtp_hybrid_override_pattern": mtp_parts[0],
         "mtp_layers_block_type": _named_kinds(
-            "mtp_layers_block_type", data["mtp_layers_block_type"] or []
+            "mtp_layers_block_type", data["mtp_layers_block_type"]
         ),
-        "mtp_layer_types": _named_kinds("mtp_layer_types", data["mtp_layer_types"] or []),
+        "mtp_layer_types": _named_kinds("mtp_layer_types", data["mtp_layer_types"]),
         "mtp_block_configs": _block_kinds("mtp_block_configs", blocks),
     }
     count = fields.count("num_nextn_predict_layers", default=len(parts))
@@ -152,8 +148,8 @@ def read_kinds(
     kinds = _agreed(
         {
             "hybrid_override_pattern": parts[0],
-            "layers_block_type": _named_kinds("layers_block_type", data["layers_block_type"] or []),
-            "layer_types": _named_kinds("layer_types", data["layer_types"] or []),
+            "layers_block_type": _named_kinds("layers_block_type", data["layers_block_type"]),
+            "layer_types": _named_kinds("layer_types", data["layer_types"]),
             "block_configs": _block_kinds("block_configs", blocks),
         }
     )

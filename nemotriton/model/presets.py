@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nemotriton.model.layer_kinds import LayerKind
+
 _SHARED: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -94,8 +96,6 @@ _H: dict[str, Any] = {key: value for key, value in _SHARED.items() if key != "he
 
 _H_SMALL_PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 
-_NAMES = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-
 _ULTRA_PATTERN = (
     "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*"
     "EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
@@ -127,7 +127,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Nano geometry; whether the release has a latent expert width is not known: assumed none.
     "lightning-30b": _NANO
     | {
-        "layers_block_type": [_NAMES[letter] for letter in _NANO_PATTERN],
+        "layers_block_type": [LayerKind(letter).word for letter in _NANO_PATTERN],
         "max_position_embeddings": 1048576,
         "mtp_layers_block_type": ["attention", "moe"],
         "num_nextn_predict_layers": 1,
@@ -136,7 +136,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {
         "hidden_size": 8192,
         "intermediate_size": 5120,
-        "layers_block_type": [_NAMES[letter] for letter in _ULTRA_PATTERN],
+        "layers_block_type": [LayerKind(letter).word for letter in _ULTRA_PATTERN],
         "mamba_head_dim": 64,
         "mamba_num_heads": 256,
         "moe_intermediate_size": 5120,
