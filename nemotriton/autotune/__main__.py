@@ -1,0 +1,103 @@
+"""`python -m nemotriton.autotune`: how the kernels are made fast, and known to compile."""
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Compile and tune the Triton kernels.",
+)
+
+
+@app.callback()
+def main() -> None:
+    """Compile and tune the Triton kernels."""
+
+
+@app.command("compile")
+def compile_command(
+    arch: Annotated[str, typer.Option(help="Targets, comma-separated.")] = "sm_90,sm_100",
+    kernel: Annotated[list[str] | None, typer.Option(help="Only this op (repeatable).")] = None,
+    model: Annotated[str, typer.Option(help="Presets whose sizes are compiled.")] = (
+        "super-120b,nano-30b,h-8b"
+    ),
+    dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32; comma-separated.")] = "bf16",
+    tiles: Annotated[str, typer.Option(help="'default' or 'all' of the search space.")] = "default",
+    jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+) -> None:
+    """Compile kernels with no GPU: registers, spills, memory, tensor-core instructions.
+
+    Exits 1 when one fails, passes a limit, shows the wgmma hazard, or when a default tile spills."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _stop("unset TRITON_INTERPRET: the interpreter does not compile")
+    if tiles not in ("default", "all"):
+        _stop(f"--tiles {tiles!r}: use 'default' or 'all'")
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="nemotriton-compile-"))
+    from nemotriton.autotune import offline
+    from nemotriton.errors import NemotritonError
+    from nemotriton.model.config import ModelConfig
+
+    try:
+        todo = offline.jobs(
+            kernel or [],
+            [ModelConfig.preset(name) for name in model.split(",")],
+            [offline.parse_arch(a) for a in arch.split(",")],
+            dtype.split(","),
+            tiles == "all",
+        )
+    except NemotritonError as error:
+        _stop(str(error))
+    bad = count = 0
+    for rows in offline.run(todo, jobs):
+        for row in rows:
+            count += 1
+            bad += bool(row.faults)
+            print(json.dumps(_as_dict(row)) if as_json else _as_text(row), flush=True)
+    print(f"{count} kernels compiled, {bad} faults", file=sys.stderr)
+    raise typer.Exit(1 if bad or not count else 0)
+
+
+def _as_dict(row: Any) -> dict[str, Any]:
+    job = row.job
+    return {
+        "kernel": row.kernel,
+        "op": job.op,
+        "case": dict(job.case),
+        "tokens": job.tokens,
+        "dtype": job.dtype,
+        "tile": dict(job.tile),
+        "default": job.default,
+        "arch": f"sm_{job.arch}",
+        "seconds": round(row.seconds, 2),
+        "faults": list(row.faults),
+        **(asdict(row.found) if row.found else {}),
+    }
+
+
+def _as_text(row: Any) -> str:
+    job, found = row.job, row.found
+    head = f"sm_{job.arch:<4}{row.kernel:28}{job.case!r:32}"
+    if found is None:
+        return f"{head} FAILED {'; '.join(row.faults)}"
+    ops = " ".join(f"{n}x{name}" for name, n in found.tensor_ops.items())
+    body = f"regs {found.registers:3} spills {found.spills:4} shared {found.shared:6} {ops}"
+    tail = f"  FAULT: {'; '.join(row.faults)}" if row.faults else ""
+    return f"{head} {body}  {dict(job.tile)}{tail}"
+
+
+def _stop(message: str) -> None:
+    print(message, file=sys.stderr)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,138 @@
+"""Compile kernels for Hopper and Blackwell on a machine with no GPU, and judge the result.
+
+Every (kernel, case, tile) is built on `meta` tensors through the op's own wrapper, so that shapes,
+strides and argument specialisation are those of a real launch. A default tile must not spill; no
+tile may pass the card's shared or tensor memory or show the wgmma register hazard (see `sass`).
+"""
+
+import concurrent.futures
+import contextlib
+import io
+import multiprocessing
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import nemotriton.kernels  # noqa: F401  (registers the specs)
+from nemotriton.autotune.parity import generator
+from nemotriton.autotune.sass import Resources, resources
+from nemotriton.errors import UnsupportedError, require
+from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile, compile_only, use_tile
+from nemotriton.model.config import ModelConfig
+
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448}
+SHARED_LIMIT[120] = 101376
+TENSOR_MEMORY_LIMIT = 512
+ARCHES = tuple(sorted(SHARED_LIMIT))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One wrapper call to compile."""
+
+    op: str
+    case: Case
+    tokens: int
+    dtype: str
+    tile: Tile
+    default: bool
+    arch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One compiled kernel of a job, with what is wrong with it (empty: nothing)."""
+
+    job: Job
+    kernel: str
+    found: Resources | None
+    faults: tuple[str, ...]
+    seconds: float
+
+
+def parse_arch(text: str) -> int:
+    """`sm_90`, `sm_100a` or `90` -> 90; UnsupportedError names what is known."""
+    digits = text.lower().removeprefix("sm_").rstrip("af")
+    known = ", ".join(f"sm_{a}" for a in ARCHES)
+    require(digits.isdigit() and int(digits) in ARCHES, f"unknown architecture {text!r}: {known}")
+    return int(digits)
+
+
+def jobs(
+    kernels: Sequence[str],
+    configs: Iterable[ModelConfig],
+    arches: Sequence[int],
+    dtypes: Sequence[str] = ("bf16",),
+    every_tile: bool = False,
+) -> list[Job]:
+    """The distinct compilations that the kernels need for these models."""
+    for name in kernels:
+        require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
+    seen: dict[tuple[str, Case, str, Tile, int], Job] = {}
+    configs = list(configs)
+    for name in kernels or sorted(SPECS):
+        spec = SPECS[name]
+        for case in dict.fromkeys(c for config in configs for c in spec.cases(config)):
+            defaults = {spec.default(case, t): t for t in reversed(spec.tokens)}
+            tiles = dict.fromkeys(spec.tiles(case)) if every_tile else {}
+            for tile in {**dict.fromkeys(defaults), **tiles}:
+                tokens = defaults.get(tile, max(t for t in spec.tokens if t <= 1024))
+                for dtype in dtypes:
+                    if dtype not in spec.dtypes:
+                        continue
+                    for arch in arches:
+                        job = Job(name, case, tokens, dtype, tile, tile in defaults, arch)
+                        seen.setdefault((name, case, dtype, tile, arch), job)
+    return list(seen.values())
+
+
+def compile_job(job: Job) -> list[Row]:
+    """Compile one job in this process; a failure is a row with its message."""
+    spec = SPECS[job.op]
+    meta = torch.device("meta")
+    start = time.perf_counter()
+    try:
+        args = spec.make(
+            job.case, job.tokens, meta, DTYPES[job.dtype], generator(0, torch.device("cpu"))
+        )
+        # Triton prints the whole PTX when the assembler refuses it
+        with contextlib.redirect_stdout(io.StringIO()), use_tile(job.op, job.tile):
+            with compile_only(job.arch) as done:
+                spec.op.triton(**args)
+                rows = [(c.name, resources(c.kernel)) for c in done]
+    except UnsupportedError:
+        raise
+    except Exception as error:  # any compiler pass may raise anything: that is a finding
+        first = str(error).strip().splitlines() or [""]
+        took = time.perf_counter() - start
+        return [Row(job, job.op, None, (f"{type(error).__name__}: {first[0][:160]}",), took)]
+    took = (time.perf_counter() - start) / max(len(rows), 1)
+    return [Row(job, name, found, faults(job, found), took) for name, found in rows]
+
+
+def faults(job: Job, found: Resources) -> tuple[str, ...]:
+    """What makes a compiled kernel unfit, in words."""
+    wrong = []
+    if found.shared > SHARED_LIMIT[job.arch]:
+        wrong.append(f"{found.shared} bytes of shared memory, {SHARED_LIMIT[job.arch]} there are")
+    if found.tensor_memory > TENSOR_MEMORY_LIMIT:
+        wrong.append(f"{found.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_LIMIT}")
+    if found.hazards:
+        wrong.append(f"{found.hazards} wgmma register hazards")
+    if job.default and found.spills:
+        wrong.append(f"the default tile spills {found.spills} bytes")
+    return tuple(wrong)
+
+
+def run(todo: Sequence[Job], workers: int = 1) -> Iterator[list[Row]]:
+    """Rows of every job, as they finish; `workers` processes of their own."""
+    if workers <= 1:
+        yield from map(compile_job, todo)
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        pending = [pool.submit(compile_job, job) for job in todo]
+        for future in concurrent.futures.as_completed(pending):
+            yield future.result()
