@@ -1,0 +1,164 @@
+"""One step as flat device tensors: decode rows first, then prefill rows, no padding between.
+
+Built once a step on the host and moved in two copies, one of 64-bit and one of 32-bit integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nemotriton.engine.request import Piece
+
+# Sections of the packed copies start on 64 bytes, so that a kernel's pointer arguments are always
+# as aligned as a tensor of their own and never need another specialisation.
+_ALIGN = 64
+# Page tables are this many entries wide, or a multiple: their stride keeps its divisibility.
+_TABLE = 16
+
+
+@dataclass
+class Span:
+    """The decode rows, or the prefill rows, of a step; int32 tensors on the model's device.
+
+    `parents` is for draft trees; None means that each token follows the one before it.
+    """
+
+    start: int  # first row in the flat batch
+    end: int
+    cu: Tensor  # [S + 1] first row of each sequence, relative to `start`
+    slots: Tensor  # [S] slot in MambaStates, -1 = none
+    lengths: Tensor  # [S] tokens in the KV cache after this step, the new ones included
+    pages: Tensor  # [S, max_pages], -1 where unused
+    max_new: int  # most new tokens of one sequence
+    max_length: int  # largest of `lengths`
+    fresh: Tensor | None = None  # bool [S], prefill only: first piece, the slot holds another's
+    chunks: Tensor | None = None  # [n, 3] prefill only: (sequence, first row, tokens)
+    parents: Tensor | None = None  # [rows] decode only
+
+
+@dataclass
+class Batch:
+    """What a forward pass reads: token ids, where their K/V go, and the two spans."""
+
+    ids: Tensor  # int64 [T]
+    kv_rows: Tensor  # int64 [T] page * page_size + offset, -1 = nowhere
+    decode: Span | None
+    prefill: Span | None
+    logit_rows: Tensor  # int64 [R] rows whose logits are wanted
+
+
+def build_batch(
+    decode: Sequence[Piece],
+    prefill: Sequence[Piece],
+    logit_rows: Sequence[int],
+    *,
+    page_size: int,
+    chunk: int | None,
+    device: torch.device | str,
+) -> Batch:
+    """The batch of a step; `chunk` is the SSD chunk (None without Mamba layers).
+
+    A request without pages (no attention layers) gets kv_rows of -1.
+    """
+    pieces = [*decode, *prefill]
+    long, short = _Packer(torch.int64), _Packer(torch.int32)
+    long.add(t for p in pieces for t in p.request.tokens(p.start, p.end))
+    long.add(row for p in pieces for row in _kv_rows(p, page_size))
+    long.add(logit_rows)
+    for pieces_of_span in (decode, prefill):
+        _pack_span(short, pieces_of_span)
+    chunks = _chunks(prefill, chunk) if chunk else []
+    short.add(value for row in chunks for value in row)
+    ids, kv_rows, rows = long.upload(device)
+    *spans, chunk_values = short.upload(device)
+    middle = ids.numel() - sum(p.count for p in prefill)
+    spans_built = [
+        _span(decode, 0, spans[:4]) if decode else None,
+        _span(prefill, middle, spans[4:]) if prefill else None,
+    ]
+    if spans_built[1] is not None:
+        fresh = torch.tensor([p.start == 0 for p in prefill], dtype=torch.bool)
+        spans_built[1].fresh = fresh.to(device, non_blocking=True)
+        spans_built[1].chunks = chunk_values.view(-1, 3) if chunk else None
+    return Batch(ids, kv_rows, spans_built[0], spans_built[1], rows)
+
+
+class _Packer:
+    """Integer lists laid one behind the other, moved to the device in one copy."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.values: list[int] = []
+        self.sections: list[tuple[int, int]] = []
+
+    def add(self, values: Iterable[int]) -> None:
+        start = len(self.values)
+        self.values.extend(values)
+        self.sections.append((start, len(self.values)))
+        self.values.extend([0] * (-len(self.values) % (_ALIGN // self.dtype.itemsize)))
+
+    def upload(self, device: torch.device | str) -> list[Tensor]:
+        host = torch.tensor(self.values, dtype=self.dtype)
+        if torch.device(device).type == "cuda":
+            host = host.pin_memory()
+        whole = host.to(device, non_blocking=True)
+        return [whole[start:end] for start, end in self.sections]
+
+
+def _kv_rows(piece: Piece, page_size: int) -> Iterable[int]:
+    pages = piece.request.pages
+    if not pages:
+        return [-1] * piece.count
+    positions = range(piece.start, piece.end)
+    return [pages[i // page_size] * page_size + i % page_size for i in positions]
+
+
+def _pack_span(short: _Packer, pieces: Sequence[Piece]) -> None:
+    cu = [0]
+    for p in pieces:
+        cu.append(cu[-1] + p.count)
+    widest = max((len(p.request.pages) for p in pieces), default=0)
+    width = -(-max(widest, 1) // _TABLE) * _TABLE
+    short.add(cu)
+    short.add(p.request.slot for p in pieces)
+    short.add(p.end for p in pieces)
+    short.add(
+        page for p in pieces for page in p.request.pages + [-1] * (width - len(p.request.pages))
+    )
+
+
+def _span(pieces: Sequence[Piece], start: int, packed: Sequence[Tensor]) -> Span:
+    cu, slots, lengths, pages = packed
+    return Span(
+        start=start,
+        end=start + sum(p.count for p in pieces),
+        cu=cu,
+        slots=slots,
+        lengths=lengths,
+        pages=pages.view(len(pieces), -1),
+        max_new=max(p.count for p in pieces),
+        max_length=max(p.end for p in pieces),
+    )
+
+
+def _chunks(pieces: Sequence[Piece], chunk: int) -> list[tuple[int, int, int]]:
+    """SSD chunks on each sequence's own grid (borders at multiples of `chunk` from its start).
+
+    So where a prompt was cut into pieces at multiples of `chunk`, the scan sums the same terms.
+    """
+    found = []
+    row = 0
+    for sequence, p in enumerate(pieces):
+        position = p.start
+        while position < p.end:
+            border = min(p.end, (position // chunk + 1) * chunk)
+            found.append((sequence, row, border - position))
+            row += border - position
+            position = border
+    return found
