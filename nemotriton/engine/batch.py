@@ -26,7 +26,8 @@ _TABLE = 16
 class Span:
     """The decode rows, or the prefill rows, of a step; int32 tensors on the model's device.
 
-    `parents` is for draft trees; None means that each token follows the one before it.
+    `verify` steps leave the Mamba states alone and write lanes instead. `parents` is for draft
+    trees; None means that each token follows the one before it.
     """
 
     start: int  # first row in the flat batch
@@ -40,6 +41,7 @@ class Span:
     fresh: Tensor | None = None  # bool [S], prefill only: first piece, the slot holds another's
     chunks: Tensor | None = None  # [n, 3] prefill only: (sequence, first row, tokens)
     parents: Tensor | None = None  # [rows] decode only
+    verify: bool = False  # decode only: rows behind the first of a sequence are drafts
 
 
 @dataclass
@@ -144,6 +146,7 @@ def _span(pieces: Sequence[Piece], start: int, packed: Sequence[Tensor]) -> Span
         pages=pages.view(len(pieces), -1),
         max_new=max(p.count for p in pieces),
         max_length=max(p.end for p in pieces),
+        verify=any(p.request.drafts for p in pieces),
     )
 
 

@@ -7,6 +7,7 @@ import, so it costs nothing.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from nemotriton.errors import RequestError
 
@@ -151,9 +152,9 @@ def _integer(name: str, value: object, low: int, remedy: str) -> None:
 def _number(name: str, value: object, low: float, high: float, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         _refuse(name, value, remedy)
-    elif not low <= value <= high or math.isinf(value):
+    if not low <= value <= high or value == math.inf:
         _refuse(name, value, remedy)
 
 
-def _refuse(name: str, value: object, remedy: str) -> None:
+def _refuse(name: str, value: object, remedy: str) -> NoReturn:
     raise RequestError(f"{name}={value!r} is not possible: {remedy}.")
