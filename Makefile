@@ -60,6 +60,7 @@ test-gpu: $(READY)
 $(READY):
 	$(PYTHON) -m venv $(VENV)
 ifdef BORROW
+	$(PY) -m pip uninstall --quiet --yes setuptools  # an old one comes with a 3.11 environment
 	$(PYTHON) -c "import sys; print('import site;', *(f'site.addsitedir({p!r});' \
 	  for p in sys.path if p.endswith('-packages')))" \
 	  > "$$($(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/python3.pth"
