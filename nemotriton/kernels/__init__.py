@@ -10,6 +10,8 @@ Index tensors are int32 (`kv_rows` int64); `cu` [S+1] holds cumulative token sta
 slot, page or row, whose outputs are zeros and whose state is left alone.
 """
 
+from nemotriton.kernels.attention import attend_decode_ref, attend_prefill_ref, attention_ref
+from nemotriton.kernels.kv_cache import write_kv_ref
 from nemotriton.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
@@ -22,8 +24,12 @@ from nemotriton.kernels.rms_norm import (
 __all__ = [
     "add_rms_norm",
     "add_rms_norm_ref",
+    "attend_decode_ref",
+    "attend_prefill_ref",
+    "attention_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
     "rms_norm",
     "rms_norm_ref",
+    "write_kv_ref",
 ]
