@@ -89,7 +89,10 @@ MALFORMED: dict[str, tuple[Any, list[str]]] = {
         ["mamba_num_groups is 4", "n_groups = 2", "Keep the one"],
     ),
     "size missing": (tiny(hidden_size=REMOVED), ["hidden_size is missing", "Add hidden_size"]),
-    "size null": (tiny(head_dim=None), ["head_dim", "null", "Add head_dim or attention_head_dim"]),
+    "size null": (
+        tiny(head_dim=None),
+        ["head_dim is missing", "null", "Add head_dim or attention_head_dim"],
+    ),
     "size zero": (tiny(hidden_size=0), ["hidden_size is 0", "above zero", "Set hidden_size"]),
     "size negative": (tiny(vocab_size=-5), ["vocab_size is -5", "above zero", "Set"]),
     "size a string": (tiny(mamba_num_heads="8"), ["mamba_num_heads", '"8"', "as an integer"]),
@@ -193,6 +196,7 @@ def test_malformed_is_refused_by_key_value_and_remedy(case: str) -> None:
         ModelConfig.from_json(source)
     assert caught.type is ConfigError
     message = str(caught.value)
+    assert message.startswith("block_configs") <= ("block_configs" in str(source))
     assert [text for text in needed if text not in message] == [], message
 
 

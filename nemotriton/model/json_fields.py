@@ -241,7 +241,9 @@ class Fields:
 
     def layers(self, key: str, count: int) -> list[Fields]:
         """Return the fields of each of `count` layers: its own entry first, then the whole file."""
-        blocks = (self.blocks(key) if count else None) or [{}] * count
+        blocks = self.blocks(key) if count else None
+        if blocks is None:
+            return [self] * count
         return [Fields(block, self, f"{key}[{index}].") for index, block in enumerate(blocks)]
 
 
