@@ -20,6 +20,14 @@ from nemotriton.kernels.rms_norm import (
     rms_norm,
     rms_norm_ref,
 )
+from nemotriton.kernels.ssd import (
+    chunk_table,
+    recurrence_ref,
+    ssd_prefill,
+    ssd_prefill_ref,
+    ssd_scan_ref,
+)
+from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 
 __all__ = [
     "add_rms_norm",
@@ -27,9 +35,17 @@ __all__ = [
     "attend_decode_ref",
     "attend_prefill_ref",
     "attention_ref",
+    "chunk_table",
     "gated_rms_norm",
     "gated_rms_norm_ref",
+    "recurrence_ref",
     "rms_norm",
     "rms_norm_ref",
+    "ssd_prefill",
+    "ssd_prefill_ref",
+    "ssd_scan_ref",
+    "ssm_update",
+    "ssm_update_ref",
+    "time_step_ref",
     "write_kv_ref",
 ]
