@@ -32,8 +32,8 @@ ORDER = [
     [
         "model.json_fields",
         "model.layer_kinds",
-        "model.layer_config",
         "model.presets",
+        "model.layer_config",
         "model.config",
         "model.nvfp4",
         "model.formats",

@@ -1,0 +1,271 @@
+"""The four mixers of the family: Mamba-2, attention, dense MLP and (latent) mixture of experts.
+
+Each takes the normed hidden state x [T, D] of a step's flat tokens (decode rows first, then
+prefill rows), the step's metadata and the caches, and returns what is added to the residual. The
+`index` of a mixer counts the layers of its kind: it is the mixer's row in its cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemotriton.kernels import (
+    attend_decode,
+    attend_prefill,
+    causal_conv1d,
+    causal_conv1d_update,
+    gated_rms_norm,
+    matmul,
+    route_experts,
+    run_experts,
+    ssd_prefill,
+    ssm_update,
+    write_kv,
+)
+from nemotriton.model.config import AttentionConfig, MambaConfig, ModelConfig, MoeConfig
+from nemotriton.model.layers import Experts, Linear, RMSNorm, parameter
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of a step's spans, decode first; no copy where there is only one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Conv1d(nn.Module):
+    """Weights of the depth-wise causal convolution: weight [conv_dim, W], bias [conv_dim]."""
+
+    def __init__(self, mamba: MambaConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((mamba.conv_dim, mamba.conv_width), dtype, device)
+        self.bias = parameter((mamba.conv_dim,), dtype, device) if mamba.conv_bias else None
+
+
+class MambaMixer(nn.Module):
+    """Mamba-2: in-projection -> causal conv + SiLU -> selective scan -> gated norm -> out.
+
+    A_log, D and dt_bias [H] are kept in fp32, since the recurrence depends on them."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        assert config.mamba is not None
+        m = self.mamba = config.mamba
+        self.index = index
+        self.in_proj = Linear(m.in_rows, config.width, dtype, device, m.proj_bias)
+        self.conv1d = Conv1d(m, dtype, device)
+        self.A_log = parameter((m.heads,), torch.float32, device)
+        self.D = parameter((m.heads,), torch.float32, device)
+        self.dt_bias = parameter((m.heads,), torch.float32, device)
+        self.norm = RMSNorm(m.inner, config.eps, dtype, device)
+        self.out_proj = Linear(config.width, m.inner, dtype, device, m.proj_bias)
+        self.register_buffer("A", None, persistent=False)
+
+    def prepare(self) -> None:
+        """Compute A = -exp(A_log) once the weights are in place."""
+        self.A = -torch.exp(self.A_log.detach())
+
+    def split(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The in-projection's z [T, inner], xBC [T, conv_dim] and dt [T, H], as views."""
+        m = self.mamba
+        z, xBC, dt = p.split([m.inner, m.conv_dim, m.heads], dim=-1)
+        return z, xBC, dt
+
+    def heads(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, H, P], B [T, G, N] and C [T, G, N] as views of the convolved columns."""
+        m = self.mamba
+        n = m.groups * m.state
+        x, B, C = xBC.split([m.inner, n, n], dim=-1)
+        return (
+            x.unflatten(-1, (m.heads, m.head_dim)),
+            B.unflatten(-1, (m.groups, m.state)),
+            C.unflatten(-1, (m.groups, m.state)),
+        )
+
+    def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
+        z, xBC, dt = self.split(self.in_proj(x))
+        parts = []
+        if batch.decode is not None:
+            span = batch.decode
+            parts.append(self._decode(xBC[: span.end], dt[: span.end], span, caches.mamba))
+        if batch.prefill is not None:
+            span = batch.prefill
+            parts.append(self._prefill(xBC[span.start :], dt[span.start :], span, caches.mamba))
+        y = joined(parts).flatten(1)
+        y = gated_rms_norm(y, z, self.norm.weight, self.norm.eps, self.mamba.groups)
+        return self.out_proj(y)
+
+    def _decode(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
+        """1..max_new tokens a sequence; under verify the states stay and every step is a lane."""
+        i, w, b = self.index, self.conv1d.weight, self.conv1d.bias
+        ssm_lanes = states.ssm_lanes[i] if span.verify else None
+        conv_lanes = states.conv_lanes[i] if span.verify else None
+        shared = (span.cu, span.slots, span.max_new)
+        xBC = causal_conv1d_update(
+            xBC,
+            w,
+            b,
+            states.conv[i],
+            *shared,
+            lanes=conv_lanes,
+            update_state=not span.verify,
+            parents=span.parents,
+        )
+        x, B, C = self.heads(xBC)
+        return ssm_update(
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            self.D,
+            self.dt_bias,
+            states.ssm[i],
+            *shared,
+            dt_limit=self.mamba.dt_limit,
+            lanes=ssm_lanes,
+            update_state=not span.verify,
+            parents=span.parents,
+        )
+
+    def _prefill(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
+        i = self.index
+        where = (span.cu, span.slots, span.fresh)
+        xBC = causal_conv1d(
+            xBC, self.conv1d.weight, self.conv1d.bias, states.conv[i], *where, span.max_new
+        )
+        x, B, C = self.heads(xBC)
+        return ssd_prefill(
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            self.D,
+            self.dt_bias,
+            states.ssm[i],
+            *where,
+            span.chunks,
+            self.mamba.chunk,
+            dt_limit=self.mamba.dt_limit,
+        )
+
+
+class AttentionMixer(nn.Module):
+    """Causal grouped-query attention without any positional encoding, over a paged cache."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        assert config.attention is not None
+        a: AttentionConfig = config.attention
+        self.attention = a
+        self.index = index
+        self.scale = a.head_dim**-0.5
+        self.q_proj = Linear(a.q_rows, config.width, dtype, device, a.bias)
+        self.k_proj = Linear(a.kv_rows, config.width, dtype, device, a.bias)
+        self.v_proj = Linear(a.kv_rows, config.width, dtype, device, a.bias)
+        self.o_proj = Linear(config.width, a.q_rows, dtype, device, a.bias)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, Hq, Dh], k and v [T, Hkv, Dh]."""
+        a = self.attention
+        return (
+            self.q_proj(x).unflatten(-1, (a.heads, a.head_dim)),
+            self.k_proj(x).unflatten(-1, (a.kv_heads, a.head_dim)),
+            self.v_proj(x).unflatten(-1, (a.kv_heads, a.head_dim)),
+        )
+
+    def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
+        q, k, v = self.project(x)
+        k_cache, v_cache = caches.kv.layer(self.index)
+        write_kv(k, v, k_cache, v_cache, batch.kv_rows)
+        parts = []
+        if batch.decode is not None:
+            s = batch.decode
+            rows = q[: s.end]
+            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale)
+            parts.append(attend_decode(rows, k_cache, v_cache, *where, parents=s.parents))
+        if batch.prefill is not None:
+            s = batch.prefill
+            rows = q[s.start :]
+            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale)
+            parts.append(attend_prefill(rows, k_cache, v_cache, *where))
+        return self.o_proj(joined(parts).flatten(1))
+
+
+class MlpMixer(nn.Module):
+    """down(relu(up(x))^2): two matrices, no gate."""
+
+    def __init__(
+        self, width: int, inner: int, dtype: torch.dtype, device: torch.device, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.up_proj = Linear(inner, width, dtype, device, bias)
+        self.down_proj = Linear(width, inner, dtype, device, bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: Any = None,
+        caches: Any = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        h = self.up_proj(x, epilogue="relu2")
+        if residual is None:
+            return self.down_proj(h)
+        return self.down_proj(h, epilogue="residual", residual=residual)
+
+
+class Gate(nn.Module):
+    """The router's weight [E, D] and correction bias [E], in fp32 whatever the file holds."""
+
+    def __init__(self, experts: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((experts, width), torch.float32, device)
+        self.e_score_correction_bias = parameter((experts,), torch.float32, device)
+
+
+class MoeMixer(nn.Module):
+    """Routed relu^2 experts, in a latent width where the model has one, plus a shared expert.
+
+    The router and the shared expert read the full-width x; only the routed part goes through
+    fc1_latent_proj and fc2_latent_proj."""
+
+    def __init__(
+        self, config: ModelConfig, moe: MoeConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.moe = moe
+        width, latent = config.width, moe.latent or config.width
+        self.gate = Gate(moe.experts, width, device)
+        self.experts = Experts(moe.experts, moe.width, latent, dtype, device)
+        bias = config.mlp_bias
+        self.shared_experts = (
+            MlpMixer(width, moe.shared_width, dtype, device, bias) if moe.shared_width else None
+        )
+        self.fc1_latent_proj = Linear(latent, width, dtype, device, bias) if moe.latent else None
+        self.fc2_latent_proj = Linear(width, latent, dtype, device, bias) if moe.latent else None
+
+    def route(self, x: torch.Tensor) -> Any:
+        """The experts and weights of every token of x [T, D] (a `Routing`)."""
+        m = self.moe
+        # the ids depend on the last bits: both sides of this product are fp32
+        logits = matmul(x, self.gate.weight, out_dtype=torch.float32)
+        bias = self.gate.e_score_correction_bias
+        return route_experts(
+            logits, bias, m.top_k, m.router_groups, m.top_groups, m.normalize, m.scale
+        )
+
+    def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
+        routing = self.route(x)
+        routed = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        weights = (self.experts.up_proj.weight, self.experts.down_proj.weight)
+        routed = run_experts(routed, *weights, routing)
+        if self.fc2_latent_proj is not None:
+            routed = self.fc2_latent_proj(routed)
+        if self.shared_experts is None:
+            return routed
+        return self.shared_experts(x, residual=routed)

@@ -1,0 +1,116 @@
+"""The multi-token-prediction block: guesses the token after next from the trunk's hidden state.
+
+    h = eh_proj([enorm(embed(next token)) | hnorm(hidden)])      embedding first, hidden second
+    for each layer of the pattern:  h = h + mixer(norm(h))
+    h = final_layernorm(h)                                       feeds the head, and the next draft
+
+`hidden` is the trunk's after `norm_f` for the first draft and this block's own output, after
+`final_layernorm`, for later ones. The token embedding and the head are the trunk's own storage.
+One physical block is applied again for every further draft. Sources: the public vLLM, SGLang and
+TensorRT-LLM implementations and Megatron's exporter agree on order, norms and alignment.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemotriton.kernels.op import use
+from nemotriton.model.config import LayerKind, ModelConfig
+from nemotriton.model.layers import Linear, RMSNorm
+from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.training import train_mixer
+
+
+class MtpLayer(nn.Module):
+    """One layer of the block; the first also merges its inputs, the last also norms its output."""
+
+    def __init__(
+        self,
+        mixer: nn.Module,
+        config: ModelConfig,
+        first: bool,
+        last: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        width, eps = config.width, config.eps
+        self.enorm = RMSNorm(width, eps, dtype, device) if first else None
+        self.hnorm = RMSNorm(width, eps, dtype, device) if first else None
+        self.eh_proj = Linear(width, 2 * width, dtype, device) if first else None
+        self.norm = RMSNorm(width, eps, dtype, device)
+        self.mixer = mixer
+        self.final_layernorm = RMSNorm(width, eps, dtype, device) if last else None
+
+
+class MtpBlock(nn.Module):
+    """The draft block of a checkpoint; its caches are the rows behind the trunk's."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        assert config.mtp is not None
+        self.dtype = dtype
+        counts = {
+            LayerKind.MAMBA: len(config.mamba_layers),
+            LayerKind.ATTENTION: len(config.attention_layers),
+        }
+        pattern = config.mtp.pattern
+        layers = []
+        for j, kind in enumerate(pattern):
+            mixer = _mixer(config, kind, counts.get(kind, 0), dtype, device)
+            if kind in counts:
+                counts[kind] += 1
+            first, last = j == 0, j == len(pattern) - 1
+            layers.append(MtpLayer(mixer, config, first, last, dtype, device))
+        self.layers = nn.ModuleList(layers)
+
+    def merge(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The block's input [T, D] from the next tokens' embeddings and the hidden states."""
+        first: Any = self.layers[0]
+        return first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1))
+
+    @torch.no_grad()
+    def forward(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Any, caches: Any
+    ) -> torch.Tensor:
+        """Hidden states [T, D] after final_layernorm; row i drafts the token after batch.ids[i].
+
+        embedded [T, D]: the trunk's embedding of batch.ids; hidden [T, D]: see the module."""
+        residual = self.merge(embedded, hidden)
+        delta: torch.Tensor | None = None
+        for layer in self.layers:
+            if delta is None:
+                x = layer.norm(residual)
+            else:
+                x, residual = layer.norm.add(delta, residual)
+            delta = layer.mixer(x, batch, caches)
+        last: Any = self.layers[-1]
+        assert delta is not None
+        return last.final_layernorm.add(delta, residual)[0]
+
+    def train_forward(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Differentiable output [B, T, D] for whole sequences, on the twins, with no caches."""
+        B, T, D = embedded.shape
+        with use({"*": "ref"}):
+            h = self.merge(embedded.reshape(B * T, D), hidden.reshape(B * T, D))
+            for layer in self.layers:
+                h = h + train_mixer(layer.mixer, layer.norm(h).view(B, T, D)).reshape(B * T, D)
+            last: Any = self.layers[-1]
+            return last.final_layernorm(h).view(B, T, D)
+
+
+def _mixer(
+    config: ModelConfig, kind: LayerKind, index: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    match kind:
+        case LayerKind.MAMBA:
+            return MambaMixer(config, index, dtype, device)
+        case LayerKind.ATTENTION:
+            return AttentionMixer(config, index, dtype, device)
+        case LayerKind.MLP:
+            width = config.mtp_mlp_width
+            return MlpMixer(config.width, width, dtype, device, config.mlp_bias)
+        case LayerKind.MOE:
+            assert config.mtp_moe is not None
+            return MoeMixer(config, config.mtp_moe, dtype, device)

@@ -1,0 +1,131 @@
+"""The model: embedding, a loop of blocks over the pattern, the final norm and the head.
+
+    for each layer:  h = h + mixer(norm(h))          one norm and one mixer a layer, no rotary
+    logits = head(norm_f(h))                         embeddings
+
+The residual add of one block and the norm of the next run as one op, so between blocks the model
+carries (delta, residual). `probe`, where given, is called with a name and a tensor at every
+boundary: "layers.N.norm", "layers.N.mixer", "layers.N" (the residual after layer N), "norm_f".
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemotriton.kernels import matmul
+from nemotriton.kernels.op import use
+from nemotriton.model.config import LayerKind, ModelConfig
+from nemotriton.model.layers import Embedding, Linear, RMSNorm
+from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.training import train_mixer
+
+Probe = Callable[[str, torch.Tensor], None]
+
+
+def make_mixer(
+    config: ModelConfig, layer: int, index: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """The mixer of trunk layer `layer`; `index` counts the layers of its kind before it."""
+    match config.kinds[layer]:
+        case LayerKind.MAMBA:
+            return MambaMixer(config, index, dtype, device)
+        case LayerKind.ATTENTION:
+            return AttentionMixer(config, index, dtype, device)
+        case LayerKind.MLP:
+            width = config.mlp_widths[layer]
+            return MlpMixer(config.width, width, dtype, device, config.mlp_bias)
+        case LayerKind.MOE:
+            moe = config.moes[layer]
+            assert moe is not None
+            return MoeMixer(config, moe, dtype, device)
+
+
+class Block(nn.Module):
+    """One layer: a norm and a mixer; the residual add belongs to the norm that follows."""
+
+    def __init__(
+        self, mixer: nn.Module, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.eps, dtype, device)
+        self.mixer = mixer
+
+
+class NemotronH(nn.Module):
+    """A Nemotron-H trunk on one device, its weights uninitialised until loaded or synthesised.
+
+    dtype: of weights and activations (bf16, fp16 or fp32); the router, A_log, D and dt_bias stay
+    fp32. Call `prepare()` once the weights are in place."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.dtype, self.device = config, dtype, device
+        self.embeddings = Embedding(config.vocab, config.width, dtype, device)
+        counts = dict.fromkeys(LayerKind, 0)
+        blocks = []
+        for layer, kind in enumerate(config.kinds):
+            mixer = make_mixer(config, layer, counts[kind], dtype, device)
+            blocks.append(Block(mixer, config, dtype, device))
+            counts[kind] += 1
+        self.layers = nn.ModuleList(blocks)
+        self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
+        self.lm_head = None if config.tied else Linear(config.vocab, config.width, dtype, device)
+
+    def prepare(self) -> None:
+        """Derive what is computed once from the weights."""
+        for module in self.modules():
+            if isinstance(module, MambaMixer):
+                module.prepare()
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Every weight by its canonical checkpoint name: the destinations of a load."""
+        return dict(self.named_parameters())
+
+    @torch.no_grad()
+    def forward(self, batch: Any, caches: Any, probe: Probe | None = None) -> torch.Tensor:
+        """The hidden states [T, D] after norm_f of one step; states and pages move in place."""
+        residual = self._residual(self.embeddings(batch.ids))
+        delta: torch.Tensor | None = None
+        for i, block in enumerate(self.layers):
+            if delta is None:
+                x = block.norm(residual.to(self.dtype))
+            else:
+                x, residual = block.norm.add(delta, residual)
+                if probe is not None:
+                    probe(f"layers.{i - 1}", residual)
+            delta = block.mixer(x, batch, caches)
+            if probe is not None:
+                probe(f"layers.{i}.norm", x)
+                probe(f"layers.{i}.mixer", delta)
+        if delta is None:
+            return self.norm_f(residual.to(self.dtype))
+        x, residual = self.norm_f.add(delta, residual)
+        if probe is not None:
+            probe(f"layers.{len(self.layers) - 1}", residual)
+            probe("norm_f", x)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [R, V] of hidden states [R, D] that have been through norm_f."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden, out_dtype=torch.float32)
+        return matmul(hidden, self.embeddings.weight, out_dtype=torch.float32)
+
+    def train_forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Differentiable hidden states [B, T, D] after norm_f of whole sequences ids [B, T].
+
+        Runs on the twins, with no caches; gradients reach every parameter whose requires_grad is
+        set. The routing's choice of experts is not differentiated, its weights are."""
+        with use({"*": "ref"}):
+            h = self._residual(self.embeddings(ids))
+            for block in self.layers:
+                B, T, D = h.shape
+                x = block.norm(h.reshape(B * T, D).to(self.dtype))
+                h = h + train_mixer(block.mixer, x.view(B, T, D))
+            B, T, D = h.shape
+            return self.norm_f(h.reshape(B * T, D).to(self.dtype)).view(B, T, D)
+
+    def _residual(self, h: torch.Tensor) -> torch.Tensor:
+        return h.float() if self.config.residual_fp32 else h
