@@ -38,6 +38,7 @@ test: lint
 	$(PYTEST) tests
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 	$(MAKE) --no-print-directory test-triton36
+	$(PY) -m nemotriton.autotune compile --arch sm_90,sm_100 --jobs $(JOBS)
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .
