@@ -11,7 +11,14 @@ slot, page or row, whose outputs are zeros and whose state is left alone.
 """
 
 from nemotriton.kernels.attention import attend_decode_ref, attend_prefill_ref, attention_ref
-from nemotriton.kernels.kv_cache import write_kv_ref
+from nemotriton.kernels.conv1d import (
+    causal_conv1d,
+    causal_conv1d_ref,
+    causal_conv1d_update,
+    causal_conv1d_update_ref,
+    conv_ref,
+)
+from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
@@ -35,7 +42,12 @@ __all__ = [
     "attend_decode_ref",
     "attend_prefill_ref",
     "attention_ref",
+    "causal_conv1d",
+    "causal_conv1d_ref",
+    "causal_conv1d_update",
+    "causal_conv1d_update_ref",
     "chunk_table",
+    "conv_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
     "recurrence_ref",
@@ -47,5 +59,6 @@ __all__ = [
     "ssm_update",
     "ssm_update_ref",
     "time_step_ref",
+    "write_kv",
     "write_kv_ref",
 ]
