@@ -10,7 +10,8 @@ Index tensors are int32 (`kv_rows` int64); `cu` [S+1] holds cumulative token sta
 slot, page or row, whose outputs are zeros and whose state is left alone.
 """
 
-from nemotriton.kernels.attention import attend_decode_ref, attend_prefill_ref, attention_ref
+from nemotriton.kernels.attention import attend_prefill, attend_prefill_ref, attention_ref
+from nemotriton.kernels.attention_decode import attend_decode, attend_decode_ref
 from nemotriton.kernels.conv1d import (
     causal_conv1d,
     causal_conv1d_ref,
@@ -19,6 +20,8 @@ from nemotriton.kernels.conv1d import (
     conv_ref,
 )
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
+from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
+from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
 from nemotriton.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
@@ -26,6 +29,15 @@ from nemotriton.kernels.rms_norm import (
     gated_rms_norm_ref,
     rms_norm,
     rms_norm_ref,
+)
+from nemotriton.kernels.sample import (
+    Logprobs,
+    logit_thresholds,
+    logit_thresholds_ref,
+    philox_ref,
+    sample_tokens,
+    sample_tokens_ref,
+    token_logprobs,
 )
 from nemotriton.kernels.ssd import (
     chunk_table,
@@ -37,9 +49,13 @@ from nemotriton.kernels.ssd import (
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 
 __all__ = [
+    "Logprobs",
+    "Routing",
     "add_rms_norm",
     "add_rms_norm_ref",
+    "attend_decode",
     "attend_decode_ref",
+    "attend_prefill",
     "attend_prefill_ref",
     "attention_ref",
     "causal_conv1d",
@@ -48,17 +64,28 @@ __all__ = [
     "causal_conv1d_update_ref",
     "chunk_table",
     "conv_ref",
+    "experts_ref",
     "gated_rms_norm",
     "gated_rms_norm_ref",
+    "logit_thresholds",
+    "logit_thresholds_ref",
+    "philox_ref",
     "recurrence_ref",
     "rms_norm",
     "rms_norm_ref",
+    "route_experts",
+    "route_experts_ref",
+    "run_experts",
+    "run_experts_ref",
+    "sample_tokens",
+    "sample_tokens_ref",
     "ssd_prefill",
     "ssd_prefill_ref",
     "ssd_scan_ref",
     "ssm_update",
     "ssm_update_ref",
     "time_step_ref",
+    "token_logprobs",
     "write_kv",
     "write_kv_ref",
 ]
