@@ -190,7 +190,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "s"):
             return
-        run(self.s)
+        while self.s.busy:
+            step = self.s.step()
+            self.check(step)
+            for piece in [*step.decode, *step.prefill]:
+                self.s.advance(piece, tokens_of(piece))
         assert all(r.state is State.DONE for r in self.all)
         assert all(r.finish_reason for r in self.all)
         for r in self.all:
@@ -254,6 +258,39 @@ def test_the_newest_is_preempted_and_resumes_where_it_was() -> None:
     assert saves == restores == ["r1"]
     assert s.preemptions == 1
     assert (len(old.output), len(new.output)) == (12, 8)
+
+
+def test_only_pages_with_computed_tokens_are_saved() -> None:
+    s = scheduler(pages=8, slots=2, requests=2, piece=8)
+    old, new = make(0, 8, 12), make(1, 16, 1)
+    s.add(old)
+    s.advance(s.step().prefill[0], [1])
+    s.add(new)
+    s.prefill_piece = 1
+    step = s.step()
+    assert [p.count for p in step.prefill] == [1]
+    assert len(new.pages) == 4
+    saved = []
+    while not saved:
+        for piece in [*step.decode, *step.prefill]:
+            s.advance(piece, tokens_of(piece))
+        step = s.step()
+        saved = step.saves
+    assert new.computed < 16
+    assert len(saved[0].pages) == s.pages_for(new.computed) < 4
+
+
+def test_drafts_are_dropped_before_a_request_is_preempted_for_them() -> None:
+    s = scheduler(pages=5, slots=2, requests=2)
+    old, new = make(0, 7, 6), make(1, 7, 2)
+    s.add(old)
+    s.add(new)
+    for piece in s.step().prefill:
+        s.advance(piece, [1])
+    old.drafts = [3] * 8
+    step = s.step()
+    assert not step.saves
+    assert [p.count for p in step.decode] == [1, 1]
 
 
 def test_a_newcomer_waits_for_its_whole_prompt_and_nobody_overtakes() -> None:

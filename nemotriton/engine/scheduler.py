@@ -87,8 +87,9 @@ class Scheduler:
                 step.decode.append(Piece(request, request.computed, count))
             elif request.state is State.PREFILL and budget:
                 budget -= self._prefill(request, budget, step)
-        if not step.saves:  # a page just taken from one request does not go to a newcomer
-            self._admit(budget, step)
+        # Whoever was just preempted waits first in line and does not fit (its pages went to an older
+        # request), so no step saves and restores.
+        self._admit(budget, step)
         assert step.decode or step.prefill or not self.busy
         return step
 
@@ -98,10 +99,16 @@ class Scheduler:
         return count
 
     def _grow(self, request: Request, step: Step) -> bool:
-        """Give the request pages for its next tokens, preempting newer ones; False if it was it."""
+        """Give the request pages for its next tokens, preempting newer ones; False if it was it.
+
+        Drafts are dropped before anyone is preempted for them.
+        """
         if self.pages is None:
             return True
         missing = self.pages_for(request.length + len(request.drafts)) - len(request.pages)
+        if missing > self.pages.free:
+            request.drafts = []
+            missing = self.pages_for(request.length) - len(request.pages)
         while missing > self.pages.free:
             newest = self.running[-1]
             self._preempt(newest, step)
