@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nemotriton.kernels.attention import attend_decode_ref, attend_prefill_ref, attention_ref
+from nemotriton.kernels.attention import attend_prefill_ref, attention_ref
+from nemotriton.kernels.attention_decode import attend_decode_ref
 from nemotriton.kernels.kv_cache import write_kv_ref
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 24

@@ -14,9 +14,30 @@ softcap.
 """
 
 import torch
+import triton
+import triton.language as tl
 from einops import rearrange
 
-from nemotriton.kernels.op import acc_dtype
+from nemotriton.errors import require
+from nemotriton.kernels.op import (
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    launch,
+    next_pow2,
+    op,
+)
+from nemotriton.kernels.paged import (
+    LOG2_E,
+    attend_keys,
+    attention_axes,
+    attention_case,
+    attention_inputs,
+    check_attention,
+    owner,
+)
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -59,10 +80,10 @@ def attend_prefill_ref(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `attend_prefill`."""
-    return _attend_paged_ref(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale, None)
+    return attend_paged_ref(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale, None)
 
 
-def _attend_paged_ref(
+def attend_paged_ref(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -74,6 +95,7 @@ def _attend_paged_ref(
     v_scale: torch.Tensor | None,
     parents: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Sequence by sequence: gather its keys from the pages, attend; pads stay zero."""
     f = acc_dtype(q)
     out = torch.zeros_like(q)
     bounds = cu.tolist()
@@ -102,8 +124,68 @@ def _visible_ref(new: int, length: int, parents: torch.Tensor | None, start: int
     return visible
 
 
-# ---------------------------------------------------------------------------------- attend_decode
-def attend_decode_ref(
+@triton.jit(do_not_specialize=["S", "T"])
+def _attend_prefill(
+    q_ptr, k_ptr, v_ptr, out_ptr, pages_idx, cu_idx, lengths_idx, k_scale_ptr, v_scale_ptr, S, T,
+    scale, q_stride, q_head, out_stride, pages_stride, page_stride, row_stride, head_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # tokens a block; its rows are (token, head) pairs
+    # The last blocks of a sequence have the most keys: start them first.
+    pid = tl.num_programs(0).to(tl.int64) - 1 - tl.program_id(0).to(tl.int64)
+    h = pid % HEADS
+    block = pid // HEADS
+    s = owner(cu_idx, S, block, BLOCK_Q, 1)
+    start = tl.load(cu_idx + s).to(tl.int64)
+    new = tl.load(cu_idx + s + 1).to(tl.int64) - start
+    length = tl.load(lengths_idx + s).to(tl.int64)
+    first = (block - start // BLOCK_Q - s) * BLOCK_Q  # this block's first token in its sequence
+    context = (length - new).to(tl.int32)  # the keys of one sequence fit in 32 bits
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    token = first + m // GROUP
+    live = (token < new) & (length > 0)
+    inside = (m // GROUP < BLOCK_Q)[:, None] & (d < D)[None, :]
+    q_ptr += (start + first) * q_stride + h * GROUP * q_head
+    at = (m // GROUP * q_stride + m % GROUP * q_head)[:, None] + d[None, :]
+    q = tl.load(q_ptr + at, mask=inside & live[:, None], other=0.0)
+
+    position = tl.where(live, context + token, -1).to(tl.int32)
+    last = tl.minimum(first + BLOCK_Q, new) + context
+    end = tl.where((first < new) & (length > 0), last, 0).to(tl.int32)
+    common = tl.minimum(context + first + 1, end)  # keys that every row sees
+    full = tl.maximum(common, 0).to(tl.int32) // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if k_scale_ptr is not None:
+        scale = scale * tl.load(k_scale_ptr)
+    k_ptr += h * head_stride
+    v_ptr += h * head_stride
+    pages_idx += s.to(tl.int64) * pages_stride
+    acc, peak, total = attend_keys(
+        acc, peak, total, q, k_ptr, v_ptr, pages_idx, 0, full, scale, page_stride, row_stride,
+        position, context, None, 0, D, PAGE, BLOCK_N, BLOCK_D, False,
+    )  # fmt: skip
+    acc, peak, total = attend_keys(
+        acc, peak, total, q, k_ptr, v_ptr, pages_idx, full, end, scale, page_stride, row_stride,
+        position, context, None, 0, D, PAGE, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr)
+    out = tl.where(live[:, None], acc / tl.where(total == 0.0, 1.0, total)[:, None], 0.0)
+    # The last sequence's blocks go on to the end of q: rows that belong to no sequence get zeros.
+    mine = tl.where(s == S - 1, T - start, new)
+    out_ptr += (start + first) * out_stride + h * GROUP * D
+    at = (m // GROUP * out_stride + m % GROUP * D)[:, None] + d[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=inside & (token < mine)[:, None])
+
+
+@op(ref=attend_prefill_ref)
+def attend_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -115,9 +197,94 @@ def attend_decode_ref(
     scale: float,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Twin of `attend_decode`."""
-    return _attend_paged_ref(
-        q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale, parents
+    """Attention of the new tokens of packed prompts, flash style; returns [T, Hq, Dh] like q.
+
+    Keys are summed in blocks of BLOCK_N counted from the sequence's first, so that how a prompt
+    is cut into pieces, or what else is in the batch, changes no bit for a given tile. `scale` and
+    k_scale are positive. `max_new` and `max_length` are not needed here and may be any bounds."""
+    heads, group = check_attention(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
+    T, _, width = q.shape
+    S, page = lengths.shape[0], k_cache.shape[1]
+    if S == 0:
+        return torch.zeros_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tile = ATTEND_PREFILL.tile(T, q, **attention_axes(q, k_cache))
+    require(
+        group <= int(tile["BLOCK_M"]),
+        f"{group} query heads a KV head do not fit a block of {tile['BLOCK_M']} rows",
     )
+    blocks = T // (int(tile["BLOCK_M"]) // group) + S
+    tensors = (q, k_cache, v_cache, out, pages, cu, lengths, k_scale, v_scale)
+    strides = (q.stride(0), q.stride(1), out.stride(0), pages.stride(0), *k_cache.stride()[:3])
+    shape = {"HEADS": heads, "GROUP": group, "D": width, "PAGE": page}
+    shape["BLOCK_D"] = max(16, next_pow2(width))
+    launch(
+        _attend_prefill,
+        (blocks * heads,),
+        *tensors,
+        S,
+        T,
+        scale * LOG2_E,
+        *strides,
+        **shape,
+        **tile,
+    )
+    return out
+
+
+def _prefill_plan(case: Case, T: int) -> list[tuple[int, int]]:
+    """(new tokens, length) of a step: fresh prompts, later pieces, an empty piece and a pad."""
+    if T < 4:
+        return [(T, T + case.page + 3)]
+    pieces = [T // 2, 0, T // 3]
+    pad = min(2, T - sum(pieces) - 1)
+    last = T - sum(pieces) - pad
+    contexts = (0, 5, case.page + 1)
+    return [*((n, n + c) for n, c in zip(pieces, contexts, strict=True)), (pad, 0), (last, last)]
+
+
+def _prefill_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    plan = _prefill_plan(case, T)
+    pairs = sum(n * (length - n) + n * (n + 1) // 2 for n, length in plan if length)
+    stored = 1 if case.fp8 else dtype.itemsize
+    keys = sum(length for _, length in plan) * 2 * case.Hkv * case.Dh * stored
+    return Cost(4 * pairs * case.H * case.Dh, 2 * T * case.H * case.Dh * dtype.itemsize + keys)
+
+
+def _prefill_default(case: Case, tokens: int) -> Tile:
+    few = tokens * (case.H // case.Hkv) <= 1024 or case.Dh > 128
+    rows = max(next_pow2(case.H // case.Hkv), 64 if few else 128)
+    return Tile(BLOCK_M=rows, BLOCK_N=64, num_warps=4 if rows <= 64 else 8, num_stages=2)
+
+
+ATTEND_PREFILL = KernelSpec(
+    op=attend_prefill,
+    kernels=(_attend_prefill,),
+    cases=lambda config: [
+        Case(**axes) for fp8 in (0, 1) if (axes := attention_case(config, fp8)) is not None
+    ],
+    small=[
+        Case(H=8, Hkv=2, Dh=32, page=16, fp8=0),
+        Case(H=3, Hkv=3, Dh=24, page=128, fp8=0),
+        Case(H=32, Hkv=1, Dh=16, page=32, fp8=1),
+        Case(H=32, Hkv=2, Dh=64, page=64, fp8=0),
+        Case(H=5, Hkv=1, Dh=37, page=16, fp8=1),
+    ],
+    tokens=(16, 128, 1024, 4096, 16384),
+    make=lambda case, T, dev, dtype, rng: attention_inputs(
+        case, _prefill_plan(case, T), dev, dtype, rng
+    ),
+    tiles=lambda case: [
+        Tile(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s)
+        for m, w in ((64, 4), (128, 4), (128, 8))
+        for n in (32, 64, 128)
+        for s in (2, 3)
+        if m >= case.H // case.Hkv
+    ],
+    default=_prefill_default,
+    cost=_prefill_cost,
+    small_tokens=(0, 1, 3, 17, 70),
+    per_token=("q",),
+    strided=("q",),
+)

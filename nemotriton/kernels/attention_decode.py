@@ -1,0 +1,271 @@
+"""Paged attention of the last 1..n tokens of each sequence: decode, and verification of drafts.
+
+The formula, shapes and dtypes are those of `attention`. The keys are cut into splits, each summed
+by a program of its own (flash decoding, Dao et al. 2023); a second kernel merges the splits of a
+query by their log-sum-exp, in order. Where a split starts depends on the position of the key alone:
+
+    splits 0..63 hold 256 keys each, the next 32 hold 512, the next 32 hold 1024, ...
+
+so neither the batch, nor the drafts behind a token, nor `max_length` changes the order in which a
+token's keys are summed, and 2^20 keys need 256 splits, not 4096. With the same tile and `max_new`
+the bits are the same too. Scratch: T * Hq * splits * (Dh + 2) floats.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.errors import require
+from nemotriton.kernels.attention import attend_paged_ref
+from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, cdiv, launch, next_pow2, op
+from nemotriton.kernels.paged import (
+    LOG2_E,
+    attend_keys,
+    attention_axes,
+    attention_case,
+    attention_inputs,
+    check_attention,
+    owner,
+)
+
+SPLIT = 256
+
+
+# ---------------------------------------------------------------------------------- attend_decode
+def attend_decode_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    cu: torch.Tensor,
+    lengths: torch.Tensor,
+    max_new: int,
+    max_length: int,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of `attend_decode`."""
+    return attend_paged_ref(
+        q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale, parents
+    )
+
+
+def split_count(keys: int) -> int:
+    """How many splits hold this many keys."""
+    if keys <= 0:
+        return 0
+    unit = (keys - 1) // SPLIT
+    doublings = max(unit.bit_length() - 6, 0)
+    return 32 * doublings + (unit >> doublings) + 1
+
+
+@triton.jit
+def _split_start(j, SPLIT: tl.constexpr):
+    """First key of split j: a float of 5 fraction bits, counted in units of SPLIT."""
+    doublings = tl.maximum(j // 32 - 1, 0)
+    return ((j - 32 * doublings) * SPLIT) << doublings
+
+
+@triton.jit(do_not_specialize=["S", "blocks", "splits"])
+def _attend_split(
+    q_ptr, k_ptr, v_ptr, acc_ptr, stats_ptr, pages_idx, cu_idx, lengths_idx, parents_idx,
+    k_scale_ptr, S, blocks, splits, scale, q_stride, q_head, pages_stride, page_stride, row_stride,
+    head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)
+    h = pid % HEADS
+    block = pid // HEADS % blocks
+    s = pid // HEADS // blocks % S
+    j = splits - 1 - pid // HEADS // blocks // S  # the long splits first
+    start = tl.load(cu_idx + s).to(tl.int64)
+    new = tl.load(cu_idx + s + 1).to(tl.int64) - start
+    length = tl.load(lengths_idx + s).to(tl.int64)
+    context = (length - new).to(tl.int32)  # the keys of one sequence fit in 32 bits
+    begin = _split_start(j, SPLIT).to(tl.int32)
+    end = tl.minimum(_split_start(j + 1, SPLIT), length).to(tl.int32)
+
+    d = tl.arange(0, BLOCK_D)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # (token, head) pairs of this KV head
+    token = row // GROUP
+    live = (token < new) & (begin < length)
+    inside = live[:, None] & (d < D)[None, :]
+    at = (start + token) * q_stride + (h * GROUP + row % GROUP) * q_head
+    q = tl.load(q_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+
+    position = tl.where(live, context + token, -1).to(tl.int32)
+    full = tl.maximum(tl.minimum(end, context) // BLOCK_N * BLOCK_N, begin)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if k_scale_ptr is not None:
+        scale = scale * tl.load(k_scale_ptr)
+    if parents_idx is not None:
+        parents_idx += start
+    k_ptr += h * head_stride
+    v_ptr += h * head_stride
+    pages_idx += s * pages_stride
+    acc, peak, total = attend_keys(
+        acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, full, scale, page_stride, row_stride,
+        position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, False,
+    )  # fmt: skip
+    acc, peak, total = attend_keys(
+        acc, peak, total, q, k_ptr, v_ptr, pages_idx, full, end, scale, page_stride, row_stride,
+        position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, True,
+    )  # fmt: skip
+    part = ((start + token) * (HEADS * GROUP) + h * GROUP + row % GROUP) * splits + j
+    tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=inside)
+    tl.store(stats_ptr + part * 2, peak, mask=live)
+    tl.store(stats_ptr + part * 2 + 1, total, mask=live)
+
+
+@triton.jit(do_not_specialize=["S", "splits"])
+def _merge_splits(
+    acc_ptr, stats_ptr, out_ptr, cu_idx, lengths_idx, v_scale_ptr, S, splits, HEADS: tl.constexpr,
+    D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0).to(tl.int64)  # token * HEADS + head
+    s = owner(cu_idx, S, pid // HEADS, 1, 0)
+    end = tl.load(cu_idx + s + 1).to(tl.int64)
+    length = tl.load(lengths_idx + s).to(tl.int64)
+    length = tl.where(pid // HEADS < end, length, 0)  # rows after cu[S] get zeros, like pads
+    d = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    for j0 in range(0, splits, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        live = _split_start(j, SPLIT) < length  # splits behind the last key were never written
+        part = pid * splits + j
+        peaks = tl.load(stats_ptr + part * 2, mask=live, other=float("-inf"))
+        totals = tl.load(stats_ptr + part * 2 + 1, mask=live, other=0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(peaks - base)
+        decay = tl.exp2(peak - base)
+        inside = live[:, None] & (d < D)[None, :]
+        parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
+        acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
+        total = total * decay + tl.sum(weights * totals, 0)
+        peak = higher
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr)
+    out = (acc / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pid * D + d, out, mask=d < D)
+
+
+@op(ref=attend_decode_ref)
+def attend_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    cu: torch.Tensor,
+    lengths: torch.Tensor,
+    max_new: int,
+    max_length: int,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the last few tokens of each sequence, split over keys; returns [T, Hq, Dh].
+
+    `max_new` and `max_length` bound the new tokens and the keys of one sequence: larger bounds cost
+    empty programs and scratch, smaller ones leave tokens or keys out. `parents` int32 [T] (-1 =
+    root) makes the new tokens a tree. `scale` and k_scale are positive."""
+    heads, group = check_attention(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
+    T, q_heads, width = q.shape
+    require(
+        parents is None or parents.shape == (T,),
+        f"parents must name one parent for each of {T} tokens",
+    )
+    S, splits = lengths.shape[0], split_count(max_length)
+    if S == 0:
+        return torch.zeros_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
+    stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
+    axes = attention_axes(q, k_cache) | {"new": next_pow2(max_new)}
+    tile = ATTEND_DECODE.tile(T, q, **axes)
+    rows = min(int(tile["BLOCK_M"]), max(16, next_pow2(max_new * group)))
+    blocks = cdiv(max_new * group, rows)
+    shape = {"D": width, "SPLIT": SPLIT, "BLOCK_D": max(16, next_pow2(width))}
+    tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
+    strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
+    launch(
+        _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits, scale * LOG2_E,
+        *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1], **shape,
+        **tile.but(BLOCK_M=rows),
+    )  # fmt: skip
+    merged = (acc, stats, out, cu, lengths, v_scale)
+    launch(
+        _merge_splits, (T * q_heads,), *merged, S, splits, HEADS=q_heads, BLOCK_J=16, num_warps=4,
+        **shape,
+    )  # fmt: skip
+    return out
+
+
+def _decode_plan(case: Case, T: int) -> list[tuple[int, int]]:
+    """(new tokens, length) of sequences with up to `new` tokens over contexts of up to page^2 keys;
+    the third is a pad."""
+    plan: list[tuple[int, int]] = []
+    left = T
+    while left > 0:
+        new = min(left, (case.new, 1, max(1, case.new - 1))[len(plan) % 3])
+        context = (case.page**2, case.page, 0, case.page**2 - 3, 1)[len(plan) % 5]
+        plan.append((new, 0 if len(plan) == 2 else context + new))
+        left -= new
+    return plan or [(0, 7)]
+
+
+def _make_decode(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    plan = _decode_plan(case, T)
+    args = attention_inputs(case, plan, dev, dtype, rng)
+    tree = [(i - 1) // 2 if i else -1 for new, _ in plan for i in range(new)]
+    args["parents"] = torch.tensor(tree, dtype=torch.int32).to(dev) if case.tree else None
+    return args | {"max_new": case.new}
+
+
+def _decode_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    plan = _decode_plan(case, T)
+    stored = 1 if case.fp8 else dtype.itemsize
+    keys = sum(length for _, length in plan) * 2 * case.Hkv * case.Dh * stored
+    pairs = sum(new * length for new, length in plan)
+    return Cost(4 * pairs * case.H * case.Dh, 2 * T * case.H * case.Dh * dtype.itemsize + keys)
+
+
+ATTEND_DECODE = KernelSpec(
+    op=attend_decode,
+    kernels=(_attend_split, _merge_splits),
+    cases=lambda config: [
+        Case(**axes, new=new, tree=0)
+        for fp8 in (0, 1)
+        for new in (1, 4)
+        if (axes := attention_case(config, fp8)) is not None
+    ],
+    small=[
+        Case(H=8, Hkv=2, Dh=32, page=16, fp8=0, new=2, tree=0),
+        Case(H=3, Hkv=3, Dh=24, page=32, fp8=0, new=1, tree=0),
+        Case(H=32, Hkv=1, Dh=16, page=16, fp8=1, new=5, tree=1),
+        Case(H=32, Hkv=2, Dh=64, page=16, fp8=0, new=4, tree=1),
+        Case(H=5, Hkv=1, Dh=37, page=16, fp8=1, new=3, tree=0),
+    ],
+    tokens=(1, 4, 16, 64, 256),
+    make=_make_decode,
+    tiles=lambda case: [
+        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s)
+        for n in (32, 64, 128)
+        for w in (2, 4, 8)
+        for s in (2, 3, 4)
+    ],
+    default=lambda case, tokens: Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    cost=_decode_cost,
+    small_tokens=(0, 1, 3, 10),
+    per_token=("q",),
+    strided=("q",),
+)

@@ -1,0 +1,197 @@
+"""What the attention kernels share: the walk over pages, the online softmax, checks and inputs.
+
+Shapes, dtypes and the meaning of `pages`, `cu`, `lengths` and `parents` are those of `attention`.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.errors import require
+from nemotriton.kernels.kv_cache import check_caches
+from nemotriton.kernels.op import Args, Case, cdiv
+
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def owner(cu_idx, S, block, BLOCK_Q: tl.constexpr, EXTRA: tl.constexpr):
+    """The last sequence whose first block, cu[s] // BLOCK_Q + s * EXTRA, is not after `block`."""
+    count = 0
+    for s0 in range(0, S, 128):
+        s = s0 + tl.arange(0, 128)
+        first = tl.load(cu_idx + s, mask=s < S, other=0).to(tl.int64) // BLOCK_Q + s * EXTRA
+        count += tl.sum(((s < S) & (first <= block)).to(tl.int32), 0)
+    return count - 1
+
+
+@triton.jit
+def cells(pages_idx, n0, end, page_stride, row_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """int64 [BLOCK_N]: where the keys n0.. of one page table row lie; n0 a multiple of BLOCK_N."""
+    n = tl.arange(0, BLOCK_N)
+    if BLOCK_N <= PAGE:
+        page = tl.load(pages_idx + n0 // PAGE).to(tl.int64)
+        cell = page * page_stride + (n0 % PAGE) * row_stride + n * row_stride
+    else:
+        page = tl.load(pages_idx + (n0 + n) // PAGE, mask=n0 + n < end, other=0).to(tl.int64)
+        cell = page * page_stride + (n % PAGE) * row_stride
+    return cell
+
+
+@triton.jit
+def descends(n, position, context, parents_idx, drafts):
+    """bool [M, N]: key n is context, or the token at `position` itself, or one of its ancestors."""
+    token = (position - context).to(tl.int64)  # index among the new tokens; negative on dead rows
+    visible = n[None, :] < context
+    for _ in range(drafts):
+        visible = visible | ((n[None, :] - context) == token[:, None])
+        token = tl.load(parents_idx + token, mask=token >= 0, other=-1).to(tl.int64)
+    return visible
+
+
+@triton.jit
+def attend_keys(
+    acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, end, scale, page_stride, row_stride,
+    position, context, parents_idx, drafts, D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax (Milakov & Gimelshein 2018) of q [M, Dh] over the keys begin..end of a page
+    table row; `begin` is a multiple of BLOCK_N, and so is `end` unless MASKED.
+
+    acc [M, Dh], peak [M] (largest scaled score so far), total [M] are carried. Both forms do the
+    same arithmetic, so a block of keys adds the same bits whether or not it had to be masked."""
+    d = tl.arange(0, BLOCK_D)
+    for n0 in range(begin, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        cell = cells(pages_idx, n0, end, page_stride, row_stride, PAGE, BLOCK_N)
+        cell = cell[:, None] + d[None, :]
+        inside = (d < D)[None, :]
+        if MASKED:  # what lies behind the last key may be NaN: 0 * NaN must not enter the sum
+            inside = inside & (n < end)[:, None]
+        k = tl.load(k_ptr + cell, mask=inside, other=0.0).to(q.dtype)
+        raw = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, BLOCK_N]
+        seen = raw
+        if MASKED:
+            visible = n[None, :] <= position[:, None]
+            if parents_idx is not None:
+                visible = descends(n, position, context, parents_idx, drafts)
+            seen = tl.where(visible, raw, float("-inf"))
+        higher = tl.maximum(peak, tl.max(seen, 1) * scale)
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
+        p = tl.exp2(tl.fma(raw, scale, -base[:, None]))
+        if MASKED:
+            p = tl.where(visible, p, 0.0)
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(p, 1)
+        v = tl.load(v_ptr + cell, mask=inside, other=0.0).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
+        # Always true; makes Triton wait for this dot before the next step writes p's registers,
+        # which an asynchronous wgmma would still be reading (triton#9433).
+        acc = tl.where(n0 < end, acc, 0.0)
+        peak = higher
+    return acc, peak, total
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    cu: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[int, int]:
+    """(KV heads, query heads a KV head); UnsupportedError when the arguments do not fit."""
+    require(q.ndim == 3, f"q must be [tokens, heads, head width], got shape {tuple(q.shape)}")
+    _, heads, width = q.shape
+    kv_heads = k_cache.shape[2] if k_cache.ndim == 4 else 0
+    check_caches(k_cache, v_cache, kv_heads, width)
+    require(
+        kv_heads > 0 and heads % kv_heads == 0,
+        f"{heads} query heads are not a multiple of {kv_heads} KV heads",
+    )
+    require(q.stride(2) == 1, "q must have unit stride along the head; call .contiguous()")
+    require(
+        k_cache.dtype in (q.dtype, torch.float8_e4m3fn),
+        f"q is {q.dtype}: the caches must be so too, or fp8 e4m3, but are {k_cache.dtype}",
+    )
+    S = lengths.shape[0]
+    require(cu.shape == (S + 1,), f"cu has {cu.numel()} entries for {S} sequences, not {S + 1}")
+    require(
+        pages.ndim == 2 and pages.shape[0] == S and pages.stride(1) == 1,
+        f"the page table must be [{S}, pages] with unit stride, got {tuple(pages.shape)}",
+    )
+    require(scale > 0, f"the scale of the scores must be positive, got {scale}")
+    for kv_scale in (k_scale, v_scale):
+        require(kv_scale is None or kv_scale.numel() == 1, "a KV scale must have one element")
+    return kv_heads, heads // kv_heads
+
+
+def attention_axes(q: torch.Tensor, k_cache: torch.Tensor) -> dict[str, int]:
+    """The static axes of an attention call, as in `attention_cases`."""
+    return {
+        "H": q.shape[1],
+        "Hkv": k_cache.shape[2],
+        "Dh": q.shape[2],
+        "page": k_cache.shape[1],
+        "fp8": int(k_cache.dtype == torch.float8_e4m3fn),
+    }
+
+
+def attention_case(config: object, fp8: int) -> dict[str, int] | None:
+    """Axes for a ModelConfig; None when it has no attention layer."""
+    part = getattr(config, "attention", None)
+    if part is None:
+        return None
+    return {"H": part.heads, "Hkv": part.kv_heads, "Dh": part.head_dim, "page": 64, "fp8": fp8}
+
+
+def attention_inputs(
+    case: Case,
+    plan: Sequence[tuple[int, int]],
+    dev: torch.device,
+    dtype: torch.dtype,
+    rng: torch.Generator,
+) -> Args:
+    """Arguments for sequences of (new tokens, length): shuffled pages, NaN wherever no key lies."""
+    used = [cdiv(length, case.page) for _, length in plan]
+    order = list(range(sum(used) + 3))
+    random.Random(0).shuffle(order)
+    table = torch.full((len(plan), max(used, default=0) + 1), -1, dtype=torch.int32)
+    owned = torch.zeros(len(order), case.page, dtype=torch.bool)
+    for s, (_, length) in enumerate(plan):
+        mine = torch.tensor([order.pop() for _ in range(used[s])], dtype=torch.int64)
+        table[s, : used[s]] = mine
+        last = length - (used[s] - 1) * case.page
+        owned[mine[:-1]] = True
+        owned[mine[-1:], :last] = True
+    shape = (*owned.shape, case.Hkv, case.Dh)
+    keys = [torch.randn(shape, device=dev, generator=rng) for _ in "kv"]
+    holes = ~owned.to(dev)[:, :, None, None]
+    scales = [torch.tensor(x, device=dev) for x in (0.02, 0.3)] if case.fp8 else [None, None]
+    kind = torch.float8_e4m3fn if case.fp8 else dtype
+    caches = [
+        (x if c is None else x / c).clamp(-448, 448).masked_fill(holes, float("nan")).to(kind)
+        for x, c in zip(keys, scales, strict=True)
+    ]
+    news = [new for new, _ in plan]
+    starts = torch.tensor([sum(news[:s]) for s in range(len(news) + 1)], dtype=torch.int32)
+    return {
+        "q": torch.randn(sum(news), case.H, case.Dh, device=dev, generator=rng).to(dtype),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "pages": table.to(dev),
+        "cu": starts.to(dev),
+        "lengths": torch.tensor([n for _, n in plan], dtype=torch.int32).to(dev),
+        "max_new": max(news, default=0),
+        "max_length": max((n for _, n in plan), default=0),
+        "scale": case.Dh**-0.5,
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+    }
