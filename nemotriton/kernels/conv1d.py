@@ -115,6 +115,16 @@ def causal_conv1d_update_ref(
 
 
 # ----------------------------------------------------------------------------------------- kernel
+@triton.jit
+def _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W: tl.constexpr):
+    """The rows `at` of a sequence's u: new tokens from zero on, rows of its window below."""
+    new = (at >= 0)[:, None]
+    x = x_ptr + at[:, None] * x_stride + c[None, :]
+    old = window_ptr + (at + (W - 1))[:, None] * row_stride + c[None, :]
+    fresh = tl.load(x, mask=inside & new & owned, other=0.0)
+    return tl.where(new, fresh, tl.load(old, mask=inside & ~new & kept, other=0.0))
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _causal_conv1d(
     x_ptr, w_ptr, b_ptr, state_ptr, lanes_ptr, fresh_ptr, y_ptr,
@@ -142,21 +152,15 @@ def _causal_conv1d(
     kept = owned
     if fresh_ptr is not None:
         kept = owned & (tl.load(fresh_ptr + s) == 0)
-    x_base = x_ptr + start * x_stride
-    window = state_ptr + slot * slot_stride
-    live = (c < C)[None, :]
-
+    x_ptr += start * x_stride
+    window_ptr = state_ptr + slot * slot_stride
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # within the sequence
-    at = t  # where the tap reads: a new token, or below zero a row of the window
+    inside = (t < n)[:, None] & (c < C)[None, :]
+
+    at = t  # the row of u under the tap
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for back in tl.static_range(W):
-        new = (at >= 0)[:, None]
-        inside = (t < n)[:, None] & live
-        u = tl.load(
-            x_base + at[:, None] * x_stride + c[None, :], mask=inside & new & owned, other=0.0
-        )
-        old = window + (at + (W - 1))[:, None] * row_stride + c[None, :]
-        u = tl.where(new, u, tl.load(old, mask=inside & ~new & kept, other=0.0))
+        u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
         w = tl.load(w_ptr + c * W + (W - 1 - back), mask=c < C, other=0.0)
         acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
         if back < W - 1:
@@ -164,28 +168,24 @@ def _causal_conv1d(
                 lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
                 tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
             if parents_idx is not None:
-                a_token = (at >= 0) & (t < n)
-                parent = tl.load(parents_idx + start + at, mask=a_token, other=-1).to(tl.int64)
-                at = tl.where(a_token, parent, at - 1)
+                token = (at >= 0) & (t < n)
+                parent = tl.load(parents_idx + start + at, mask=token, other=-1).to(tl.int64)
+                at = tl.where(token, parent, at - 1)
             else:
                 at = at - 1
     if b_ptr is not None:
         acc += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     y = tl.where(owned, silu(acc), 0.0).to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + (start + t)[:, None] * y_stride + c[None, :], y, mask=(t < n)[:, None] & live)
+    tl.store(y_ptr + (start + t)[:, None] * y_stride + c[None, :], y, mask=inside)
 
     if UPDATE and W > 1 and tile == 0:
         row = tl.arange(0, BLOCK_W)
-        at = n - (W - 1) + row
-        new = (at >= 0)[:, None]
-        inside = (row < W - 1)[:, None] & live
-        u = tl.load(
-            x_base + at[:, None] * x_stride + c[None, :], mask=inside & new & owned, other=0.0
-        )
-        old = window + (at + (W - 1))[:, None] * row_stride + c[None, :]
-        u = tl.where(new, u, tl.load(old, mask=inside & ~new & kept, other=0.0))
+        kept_rows = (row < W - 1)[:, None] & (c < C)[None, :]
+        last = n - (W - 1) + row
+        final = _inputs(x_ptr, x_stride, window_ptr, row_stride, last, c, kept_rows, owned, kept, W)
         tl.debug_barrier()  # every thread has read the window before any overwrites it
-        tl.store(window + row[:, None] * row_stride + c[None, :], u, mask=inside & owned)
+        place = window_ptr + row[:, None] * row_stride + c[None, :]
+        tl.store(place, final, mask=kept_rows & owned)
 
 
 def _launch(
@@ -281,7 +281,7 @@ def _prefill_tiles(case: Case) -> list[Tile]:
         for t in (16, 32, 64, 128)
         for c in (64, 128, 256)
         for w in (2, 4, 8)
-        if 16 <= t * c // (32 * w) <= 128  # elements a thread
+        if 8 <= t * c // (32 * w) <= 32  # elements a thread: all W taps are in flight at once
     ]
 
 
@@ -332,7 +332,7 @@ CAUSAL_CONV1D = KernelSpec(
     tokens=(64, 256, 1024, 4096, 16384, 65536),
     make=_make_causal_conv1d,
     tiles=_prefill_tiles,
-    default=lambda case, tokens: Tile(BLOCK_T=64, BLOCK_C=128, num_warps=4, num_stages=1),
+    default=lambda case, tokens: Tile(BLOCK_T=64, BLOCK_C=64, num_warps=8, num_stages=1),
     cost=lambda case, T, dtype: Cost(
         (2 * case.W + 4) * T * case.C, (2 * T + case.W) * case.C * dtype.itemsize
     ),
