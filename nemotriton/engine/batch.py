@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemotriton.kernels import chunk_table
+
 if TYPE_CHECKING:
     from nemotriton.engine.request import Piece
 
@@ -75,7 +77,9 @@ def build_batch(
     long.add(logit_rows)
     for pieces_of_span in (decode, prefill):
         _pack_span(short, pieces_of_span)
-    chunks = _chunks(prefill, chunk) if chunk else []
+    # on each sequence's own grid: prompts cut at multiples of `chunk` scan the same terms
+    done = [p.start for p in prefill]
+    chunks = chunk_table([p.count for p in prefill], chunk, done) if chunk else []
     short.add(value for row in chunks for value in row)
     ids, kv_rows, rows = long.upload(device)
     *spans, chunk_values = short.upload(device)
@@ -148,20 +152,3 @@ def _span(pieces: Sequence[Piece], start: int, packed: Sequence[Tensor]) -> Span
         max_length=max(p.end for p in pieces),
         verify=any(p.request.drafts for p in pieces),
     )
-
-
-def _chunks(pieces: Sequence[Piece], chunk: int) -> list[tuple[int, int, int]]:
-    """SSD chunks on each sequence's own grid (borders at multiples of `chunk` from its start).
-
-    So where a prompt was cut into pieces at multiples of `chunk`, the scan sums the same terms.
-    """
-    found = []
-    row = 0
-    for sequence, p in enumerate(pieces):
-        position = p.start
-        while position < p.end:
-            border = min(p.end, (position // chunk + 1) * chunk)
-            found.append((sequence, row, border - position))
-            row += border - position
-            position = border
-    return found

@@ -7,7 +7,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemotriton.engine.sampling import SamplingParams
+from nemotriton.engine.sampling import Logprob, SamplingParams
 
 
 class State(enum.Enum):
@@ -26,7 +26,8 @@ class Request:
     `computed` tokens of `prompt + output` have their K/V in `pages` and their effect in `slot`.
     `limit` is the largest number of output tokens. `drafts` are guesses for the next tokens, run
     behind the last one in a verify step. `saved` is the runner's host copy while preempted.
-    `keep_logits` scores the prompt (float32 rows appended to `logits`) and generates nothing.
+    `keep_logits` scores the prompt (float32 rows [n, V] appended to `logits`) and generates
+    nothing. `logprobs` has an entry for each output token, `prompt_logprobs` for each prompt token.
     """
 
     id: str
@@ -48,6 +49,8 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logits: list[Any] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
 
     @property
     def length(self) -> int:

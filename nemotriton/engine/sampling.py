@@ -124,6 +124,15 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's probability, its rank (1 = most likely), its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 def mix_seed(seed: int, index: int) -> int:
     """A seed in [0, 2**63) for the `index`-th stream under `seed` (SplitMix64's finaliser).
 

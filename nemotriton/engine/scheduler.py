@@ -87,8 +87,8 @@ class Scheduler:
                 step.decode.append(Piece(request, request.computed, count))
             elif request.state is State.PREFILL and budget:
                 budget -= self._prefill(request, budget, step)
-        # Whoever was just preempted waits first in line and does not fit (its pages went to an older
-        # request), so no step saves and restores.
+        # Whoever was just preempted waits first in line and does not fit (its pages went to an
+        # older request), so no step saves and restores.
         self._admit(budget, step)
         assert step.decode or step.prefill or not self.busy
         return step

@@ -1,0 +1,290 @@
+"""Requests in, tokens out: checks and queues prompts, runs steps, turns tokens into text.
+
+One thread steps; `cancel` may be called from any. A request is checked whole before it is queued,
+so a bad one never reaches a step that others share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemotriton.engine.outputs import Completion, Group
+from nemotriton.engine.request import Piece, Request, State, Step
+from nemotriton.engine.runner import Runner
+from nemotriton.engine.sampling import SamplingParams, mix_seed
+from nemotriton.engine.scheduler import Scheduler
+from nemotriton.errors import CapacityError, RequestError, require
+from nemotriton.text.tokens import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Meter:
+    """What was done and how long it took; seconds of host time round whole steps."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    requests: int = 0
+    prefill_seconds: float = 0.0  # steps that hold prompt tokens
+    decode_seconds: float = 0.0  # steps that hold none
+    decode_tokens: int = 0  # of the latter
+    first_token_seconds: float = 0.0  # summed over requests, from submission
+
+    def count(self, step: Step, new_tokens: int, seconds: float) -> None:
+        """Book one step."""
+        self.steps += 1
+        self.output_tokens += new_tokens
+        self.prompt_tokens += sum(p.count for p in step.prefill)
+        if step.prefill:
+            self.prefill_seconds += seconds
+        else:
+            self.decode_seconds += seconds
+            self.decode_tokens += new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt that has passed every check."""
+
+    text: str | None
+    ids: list[int]
+    params: SamplingParams
+    limit: int
+    keep_logits: bool
+
+
+class Engine:
+    """The cycle of scheduler, runner and text.
+
+    max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
+    seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer | None,
+        *,
+        max_context: int,
+        eos_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.eos_ids = frozenset(eos_ids)
+        self.seed = seed
+        self.meter = Meter()
+        self._groups: dict[str, Group] = {}
+        self._by_request: dict[str, tuple[Group, Completion]] = {}
+        self._submitted = 0
+        self._arrivals = 0
+        self._cancelled: deque[str] = deque()
+
+    # ---- prompts ------------------------------------------------------------------------------
+
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams, keep_logits: bool = False
+    ) -> Prepared:
+        """Check a prompt and its parameters; RequestError names the value and the remedy."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._encode(text) if text is not None else self._check_ids(prompt)
+        n, context = len(ids), self.max_context
+        require(
+            n <= context,
+            f"the prompt is {n:,} tokens; max_context is {context:,}: shorten the prompt or raise "
+            "max_context.",
+            RequestError,
+        )
+        require(
+            keep_logits or n < context,
+            f"the prompt is {n:,} tokens and fills max_context={context:,}: shorten it by at least "
+            "one token or raise max_context.",
+            RequestError,
+        )
+        self._check_params(params)
+        limit = 1 if keep_logits else min(params.max_tokens or context, context - n)
+        return Prepared(text, ids, params, limit, keep_logits)
+
+    def _encode(self, text: str) -> list[int]:
+        require(
+            self.tokenizer is not None,
+            "a text prompt needs a tokenizer and this model has none: give token ids.",
+            RequestError,
+        )
+        assert self.tokenizer is not None
+        ids = self.tokenizer.encode(text)
+        if not ids and self.tokenizer.bos_id is not None:
+            ids = [self.tokenizer.bos_id]
+        require(bool(ids), "the prompt is empty: give it at least one character.", RequestError)
+        self._check_vocabulary(ids)
+        return ids
+
+    def _check_ids(self, prompt: object) -> list[int]:
+        remedy = "give a text or a list of token ids."
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        require(is_list, f"a prompt of type {type(prompt).__name__}: {remedy}", RequestError)
+        assert isinstance(prompt, Sequence)
+        ids = list(prompt)
+        require(bool(ids), "the prompt is empty: give it at least one token id.", RequestError)
+        for i, token in enumerate(ids):
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            require(is_id, f"prompt[{i}] is {token!r}, not a token id: {remedy}", RequestError)
+        self._check_vocabulary(ids)
+        return ids
+
+    def _check_vocabulary(self, ids: list[int]) -> None:
+        vocab = self.runner.vocab
+        wrong = next((i for i, t in enumerate(ids) if not 0 <= t < vocab), None)
+        require(
+            wrong is None,
+            f"prompt[{wrong}] is {ids[wrong or 0]}, but token ids are 0 .. {vocab - 1}: use the "
+            "tokenizer of this model.",
+            RequestError,
+        )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.runner.vocab
+        for token in params.stop_token_ids or ():
+            require(
+                token < vocab,
+                f"stop_token_ids has {token}, but token ids are 0 .. {vocab - 1}: remove it.",
+                RequestError,
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name) or 0
+            require(
+                value <= vocab,
+                f"{name}={value} is more than the {vocab} tokens of the vocabulary: lower it.",
+                RequestError,
+            )
+        require(
+            not params.stop_strings or self.tokenizer is not None,
+            f"stop={params.stop!r} needs a tokenizer and this model has none: use stop_token_ids.",
+            RequestError,
+        )
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def submit(self, prepared: Prepared) -> Group:
+        """Queue the completions of a prompt; their tokens come with later steps."""
+        params, number = prepared.params, self._submitted
+        seed = params.seed if params.seed is not None else mix_seed(self.seed, number)
+        group = Group(
+            str(number), prepared.text, prepared.ids, [], self.tokenizer, time.perf_counter()
+        )
+        ends = frozenset() if params.ignore_eos else self.eos_ids
+        requests = [
+            Request(
+                id=f"{number}-{index}",
+                arrival=self._arrivals + index,
+                prompt=prepared.ids,
+                params=params,
+                seed=seed if index == 0 else mix_seed(seed, index),
+                limit=prepared.limit,
+                stop_ids=ends | frozenset(params.stop_token_ids or ()),
+                keep_logits=prepared.keep_logits,
+                prompt_logprobs=[None] if params.prompt_logprobs is not None else [],
+            )
+            for index in range(params.n)
+        ]
+        self.scheduler.check(requests[0])
+        for request in requests:
+            self.scheduler.add(request)
+            completion = Completion(request, self.tokenizer)
+            group.completions.append(completion)
+            self._by_request[request.id] = (group, completion)
+        self._submitted += 1
+        self._arrivals += len(requests)
+        self._groups[group.id] = group
+        return group
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's completions before the next step ("abort"); unknown ids are ignored.
+
+        Thread-safe. What was generated so far stays in the output.
+        """
+        self._cancelled.append(request_id)
+
+    def drop_cancelled(self) -> None:
+        """Carry out what `cancel` asked for."""
+        while self._cancelled:
+            group = self._groups.get(self._cancelled.popleft())
+            for completion in group.completions if group else ():
+                if completion.request.state is not State.DONE:
+                    self._finish(completion.request, "abort")
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """True while any completion is unfinished."""
+        return self.scheduler.busy
+
+    def step(self) -> None:
+        """Run one step. If the device fails, what ran in it ends ("abort") and the error goes on.
+
+        CapacityError where device memory ran out in spite of the plan.
+        """
+        self.drop_cancelled()
+        if not self.busy:
+            return
+        start = time.perf_counter()
+        step = self.scheduler.step()
+        try:
+            results = self.runner.run(step)
+        except BaseException as problem:
+            self._abort(step)
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise CapacityError(
+                    f"out of device memory in a step of {step.tokens} tokens: lower prefill_piece, "
+                    f"max_requests or memory. ({problem})"
+                ) from problem
+            raise
+        new = sum(self._take(piece, tokens) for piece, tokens in results)
+        self.meter.count(step, new, time.perf_counter() - start)
+
+    def _take(self, piece: Piece, tokens: list[int] | None) -> int:
+        """Book what one piece brought; the number of new tokens."""
+        request = piece.request
+        group, completion = self._by_request[request.id]
+        if tokens is None:
+            self._finish(request, "error", "the model's logits are not finite")
+            return 0
+        kept = self.scheduler.advance(piece, tokens)
+        if kept and group.first_token is None:
+            group.first_token = time.perf_counter()
+            self.meter.first_token_seconds += group.first_token - group.submitted
+            self.meter.requests += 1
+        stop = completion.push(kept)
+        if stop is not None:
+            self._finish(request, "stop", stop)
+        elif request.state is State.DONE:
+            self._finish(request, request.finish_reason or "stop", request.stop_reason)
+        return len(kept)
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
+        self.scheduler.finish(request, reason, stop_reason)
+        group, completion = self._by_request.pop(request.id)
+        late_stop = completion.close()
+        if late_stop is not None and reason == "length":
+            self.scheduler.finish(request, "stop", late_stop)
+        self.runner.sampler.forget(request)
+        if group.finished:
+            self._groups.pop(group.id, None)
+
+    def _abort(self, step: Step) -> None:
+        """End everything whose pages or states the failed step may have left half written."""
+        touched = [move.request for move in step.saves] + list(self.scheduler.running)
+        for request in touched:
+            if request.state is not State.DONE:
+                self._finish(request, "abort")

@@ -1,0 +1,127 @@
+"""Logits to tokens: penalties, forbidden ends, the pick, and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemotriton.engine.sampling import Logprob
+from nemotriton.kernels import sample_tokens, token_logprobs
+
+if TYPE_CHECKING:
+    from nemotriton.engine.request import Request
+
+
+class TokenCounts:
+    """What the penalties of one request need: its prompt's tokens, and counts of its output's.
+
+    prompt: bool [V]. output: int32 [V], brought up to date from the request's own list.
+    """
+
+    def __init__(self, request: Request, vocab: int, device: torch.device | str) -> None:
+        self.prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self.prompt[torch.tensor(request.prompt, device=device)] = True
+        self.output = torch.zeros(vocab, dtype=torch.int32, device=device)
+        self._seen = 0
+
+    def update(self, request: Request) -> None:
+        """Count the output tokens that came since the last call."""
+        new = request.output[self._seen :]
+        self._seen += len(new)
+        if new:
+            index = torch.tensor(new, device=self.output.device)
+            self.output.index_add_(0, index, torch.ones_like(index, dtype=torch.int32))
+
+
+class Sampler:
+    """Picks one token a row, each request by its own rules; rows never influence each other."""
+
+    def __init__(self, vocab: int, device: torch.device | str) -> None:
+        self.vocab = vocab
+        self.device = device
+        self._counts: dict[str, TokenCounts] = {}
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request that has ended."""
+        self._counts.pop(request.id, None)
+
+    def pick(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Ids int64 [R] for float32 logits [R, V], row i for requests[i]; -1 for a broken row.
+
+        A row is broken where its largest logit is NaN or infinite: the model, not the request's
+        neighbours, is at fault, and only that request has to end.
+        """
+        finite = torch.isfinite(logits.amax(-1))
+        logits = self._adjust(logits, requests)
+        params = [r.params for r in requests]
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+        ids = sample_tokens(
+            logits,
+            column([0.0 if p.greedy else p.temperature for p in params], torch.float32),
+            column([max(p.top_k, 0) for p in params], torch.int32),
+            column([p.top_p for p in params], torch.float32),
+            column([p.min_p for p in params], torch.float32),
+            column([r.seed for r in requests], torch.int64),
+            column([r.length for r in requests], torch.int64),
+        )
+        return torch.where(finite, ids, -1)
+
+    def _adjust(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """Logits after penalties, and without ends before min_tokens; a copy if anything changes.
+
+        Repetition first, over prompt and output, then frequency and presence over the output, as
+        vLLM does it.
+        """
+        young = [len(r.output) < r.params.min_tokens and bool(r.stop_ids) for r in requests]
+        if not any(young) and not any(r.params.penalised for r in requests):
+            return logits
+        logits = logits.clone()
+        for row, request in enumerate(requests):
+            if request.params.penalised:
+                self._penalise(logits[row], request)
+            if young[row]:
+                logits[row, torch.tensor(sorted(request.stop_ids), device=self.device)] = -torch.inf
+        return logits
+
+    def _penalise(self, row: Tensor, request: Request) -> None:
+        params = request.params
+        if request.id not in self._counts:
+            self._counts[request.id] = TokenCounts(request, self.vocab, self.device)
+        counts = self._counts[request.id]
+        counts.update(request)
+        seen = counts.prompt | (counts.output > 0)
+        factor = params.repetition_penalty
+        row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
+        row.sub_(params.frequency_penalty * counts.output)
+        row.sub_(params.presence_penalty * (counts.output > 0))
+
+
+def describe(
+    logits: Tensor, chosen: Sequence[int], wanted: Sequence[int]
+) -> list[dict[int, Logprob]]:
+    """For each row of logits [R, V]: the chosen token, and the `wanted[i]` most likely ones.
+
+    Of the model's own distribution: give it logits before penalties and temperature. Ranks count
+    from 1; ties go to the lower id. The chosen token comes first.
+    """
+    found = token_logprobs(logits, max(wanted, default=0))
+    index = torch.tensor(chosen, device=logits.device)[:, None]
+    own = found.every.gather(-1, index)
+    ahead = (found.every > own).sum(-1)
+    lower = torch.arange(logits.shape[-1], device=logits.device) < index
+    ahead += ((found.every == own) & lower).sum(-1)
+    own_values, own_ranks = own[:, 0].tolist(), (ahead + 1).tolist()
+    top_ids, top_values = found.top_ids.tolist(), found.top.tolist()
+    rows = []
+    for i, count in enumerate(wanted):
+        row = {chosen[i]: Logprob(own_values[i], own_ranks[i])}
+        for rank in range(count):
+            row.setdefault(top_ids[i][rank], Logprob(top_values[i][rank], rank + 1))
+        rows.append(row)
+    return rows
