@@ -47,6 +47,16 @@ def fill(x: torch.Tensor) -> None:
         x.fill_(-(2**30) if x.dtype.itemsize >= 4 else -99)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="run the engine's tests on cpu or cuda")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the engine under test runs; the oracle stays on the CPU."""
+    return request.config.getoption("--device")
+
+
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[Poison]:
     """torch.empty, empty_like and new_empty give guarded NaN buffers; checked at the end."""

@@ -181,7 +181,7 @@ def routed_alike(
     harness.run(model, ids, probe=lambda key, x: xs.__setitem__(key, x.clone()))
     for i, block in enumerate(model.layers):
         if isinstance(block.mixer, MoeMixer):
-            mine.append(block.mixer.route(xs[f"layers.{i}.norm"]).ids.long().sort(-1).values)
+            mine.append(block.mixer.route(xs[f"layers.{i}.norm"]).ids.long().sort(-1).values.cpu())
     same = torch.ones(len(ids), dtype=torch.bool)
     for p, q, r in zip(expert_sets(a, ids), expert_sets(b, ids), mine, strict=True):
         same &= (p == q).all(-1) & (p == r).all(-1)

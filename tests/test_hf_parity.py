@@ -39,23 +39,25 @@ def prompt(name: str) -> list[int]:
     return torch.randint(3, 128, (LENGTHS.get(name, 37),), generator=g).tolist()
 
 
-def llm(folder: Path, dtype: str = "float32") -> LLM:
-    return LLM(str(folder), dtype=dtype, device="cpu", max_context=256, max_requests=4)
+def llm(folder: Path, device: str, dtype: str = "float32") -> LLM:
+    return LLM(str(folder), dtype=dtype, device=device, max_context=256, max_requests=4)
 
 
 @pytest.mark.parametrize("name", hf_oracle.CASES)
-def test_logits_and_every_layer_boundary(name: str, checkpoints: dict[str, Path]) -> None:
+def test_logits_and_every_layer_boundary(
+    name: str, checkpoints: dict[str, Path], device: str
+) -> None:
     ids = prompt(name)
     want, residuals = hf_oracle.forward(hf_oracle.build(name), ids)
-    ours = llm(checkpoints[name])
-    got = ours.logits(ids)
+    ours = llm(checkpoints[name], device)
+    got = ours.logits(ids).cpu()
     assert got.dtype == torch.float32
     assert got.shape == (len(ids), 128)
     limit = BOUND * float(want.abs().max())
     assert float((got - want).abs().max()) <= limit
 
     seen: dict[str, torch.Tensor] = {}
-    harness.run(ours.runner.model, ids, probe=lambda key, x: seen.__setitem__(key, x.clone()))
+    harness.run(ours.runner.model, ids, probe=lambda key, x: seen.__setitem__(key, x.cpu()))
     assert len(residuals) == ours.config.layer_count
     for i, r in enumerate(residuals):
         error = float((seen[f"layers.{i}"].float() - r).abs().max())
@@ -63,12 +65,14 @@ def test_logits_and_every_layer_boundary(name: str, checkpoints: dict[str, Path]
 
 
 @pytest.mark.parametrize("name", hf_oracle.CASES)
-def test_greedy_continuation_of_64_tokens(name: str, checkpoints: dict[str, Path]) -> None:
+def test_greedy_continuation_of_64_tokens(
+    name: str, checkpoints: dict[str, Path], device: str
+) -> None:
     ids = prompt(name)[:11]
     model = hf_oracle.build(name)
     want, rows = hf_oracle.greedy(model, ids, 64)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    got = llm(checkpoints[name]).generate([ids], params)[0].outputs[0].token_ids
+    got = llm(checkpoints[name], device).generate([ids], params)[0].outputs[0].token_ids
     assert len(got) == 64
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if a != b:
@@ -77,14 +81,14 @@ def test_greedy_continuation_of_64_tokens(name: str, checkpoints: dict[str, Path
             break  # a tie: what follows is another text
 
 
-def test_the_oracle_is_sensitive(checkpoints: dict[str, Path]) -> None:
+def test_the_oracle_is_sensitive(checkpoints: dict[str, Path], device: str) -> None:
     """A shifted bias in one layer moves the logits beyond the bound: the comparison has teeth."""
     ids = prompt("latent")
     want, _ = hf_oracle.forward(hf_oracle.build("latent"), ids)
-    ours = llm(checkpoints["latent"])
+    ours = llm(checkpoints["latent"], device)
     tensor = ours.runner.model.named_tensors()["layers.0.mixer.dt_bias"]
     tensor += 1e-2
-    got = ours.logits(ids)
+    got = ours.logits(ids).cpu()
     assert float((got - want).abs().max()) > BOUND * float(want.abs().max())
 
 
@@ -92,14 +96,16 @@ BF16 = ["mamba", "attention", "mlp", "all-kinds", "latent", "router-groups", "wi
 
 
 @pytest.mark.parametrize("name", BF16)
-def test_bf16_within_twice_their_own_distance(name: str, checkpoints: dict[str, Path]) -> None:
+def test_bf16_within_twice_their_own_distance(
+    name: str, checkpoints: dict[str, Path], device: str
+) -> None:
     """On tokens whose expert sets agree in all three runs."""
     ids = prompt(name)
     exact, _ = hf_oracle.forward(hf_oracle.build(name), ids)
     theirs_model = hf_oracle.load(checkpoints[name], torch.bfloat16)
     theirs, _ = hf_oracle.forward(theirs_model, ids)
-    ours_llm = llm(checkpoints[name], "bfloat16")
-    ours = ours_llm.logits(ids)
+    ours_llm = llm(checkpoints[name], device, "bfloat16")
+    ours = ours_llm.logits(ids).cpu()
     same = hf_oracle.routed_alike(hf_oracle.build(name), theirs_model, ours_llm, ids)
     assert int(same.sum()) >= len(ids) // 4, "too few comparable tokens"
     distance = float((theirs - exact)[same].norm())
@@ -107,8 +113,8 @@ def test_bf16_within_twice_their_own_distance(name: str, checkpoints: dict[str, 
     assert float((ours - exact)[same].abs().max()) <= 2 * float((theirs - exact)[same].abs().max())
 
 
-def test_router_precision_survives_a_bf16_load(checkpoints: dict[str, Path]) -> None:
-    tensors = llm(checkpoints["latent"], "bfloat16").runner.model.named_tensors()
+def test_router_precision_survives_a_bf16_load(checkpoints: dict[str, Path], device: str) -> None:
+    tensors = llm(checkpoints["latent"], device, "bfloat16").runner.model.named_tensors()
     for key, t in tensors.items():
         fp32 = key.endswith(("gate.weight", "e_score_correction_bias", "A_log", ".D", "dt_bias"))
         assert t.dtype == (torch.float32 if fp32 else torch.bfloat16), key

@@ -7,7 +7,11 @@ gradient, their weights carry one.
 import torch
 from torch import nn
 
-from nemotriton.kernels import attention_ref, conv_ref, gated_rms_norm, ssd_scan_ref, time_step_ref
+from nemotriton.kernels import gated_rms_norm
+from nemotriton.kernels.attention import attention_ref
+from nemotriton.kernels.conv1d import conv_ref
+from nemotriton.kernels.ssd import ssd_scan_ref
+from nemotriton.kernels.ssm_update import time_step_ref
 from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
 
 
@@ -28,15 +32,14 @@ def train_mixer(mixer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _mamba(mixer: MambaMixer, x: torch.Tensor) -> torch.Tensor:
     B, T, D = x.shape
-    z, xBC, dt = mixer.split(mixer.in_proj(x.reshape(B * T, D)).view(B, T, -1))
+    z, xBC, dt = mixer.split(mixer.in_proj(x.reshape(B * T, D)))
     window = xBC.new_zeros(B, mixer.mamba.conv_width - 1, mixer.mamba.conv_dim)
-    xBC, _ = conv_ref(xBC, mixer.conv1d.weight, mixer.conv1d.bias, window)
-    xs, Bs, Cs = mixer.heads(xBC)
-    dt = time_step_ref(dt, mixer.dt_bias, mixer.mamba.dt_limit)
+    cu = torch.arange(0, B * T + 1, T)
+    xBC, _ = conv_ref(xBC, mixer.conv1d.weight, mixer.conv1d.bias, window, cu)
+    xs, Bs, Cs = mixer.heads(xBC.view(B, T, -1))
+    dt = time_step_ref(dt.view(B, T, -1), mixer.dt_bias, mixer.mamba.dt_limit)
     A = -torch.exp(mixer.A_log)
     y, _ = ssd_scan_ref(xs, dt, A, Bs, Cs, mixer.D, chunk_size=mixer.mamba.chunk)
     y = y.reshape(B * T, -1)
-    y = gated_rms_norm(
-        y, z.reshape(B * T, -1), mixer.norm.weight, mixer.norm.eps, mixer.mamba.groups
-    )
+    y = gated_rms_norm(y, z, mixer.norm.weight, mixer.norm.eps, mixer.mamba.groups)
     return mixer.out_proj(y).view(B, T, D)
