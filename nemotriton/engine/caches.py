@@ -105,7 +105,7 @@ class MambaStates:
 
     def save(self, slot: int) -> tuple[Tensor, Tensor]:
         """Host copies of a slot, all layers: (ssm [layers, H, P, N], conv [layers, W-1, C])."""
-        return self.ssm[:, slot].cpu(), self.conv[:, slot].cpu()
+        return self.ssm[:, slot].to("cpu", copy=True), self.conv[:, slot].to("cpu", copy=True)
 
     def restore(self, slot: int, saved: tuple[Tensor, Tensor]) -> None:
         """Write what `save` returned into another (or the same) slot."""
