@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 NOTHING = tl.constexpr(-(2**63))
-INDICES = tl.constexpr(2**32)
+LAST = tl.constexpr(2**31 - 1)  # the key's low half is LAST - index
 
 
 def order_keys(values: torch.Tensor) -> torch.Tensor:
@@ -20,7 +20,7 @@ def order_keys(values: torch.Tensor) -> torch.Tensor:
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     bits = torch.where(values.isnan(), -(2**31) + 1, bits)
     index = torch.arange(values.shape[-1], device=values.device)
-    return bits * 2**32 + (2**32 - 1 - index)
+    return (bits << 32) + (2**31 - 1 - index)
 
 
 def top_indices(values: torch.Tensor, n: int) -> torch.Tensor:
@@ -39,10 +39,10 @@ def order_bits(x):
 @triton.jit
 def order_key(x, index):
     """The twin's key of float32 x at `index`."""
-    return order_bits(x).to(tl.int64) * INDICES + (INDICES - 1 - index)
+    return (order_bits(x).to(tl.int64) << 32) - index + LAST
 
 
 @triton.jit
 def key_index(key):
-    """The index (int64) packed into a key."""
-    return INDICES - 1 - (key & (INDICES - 1))
+    """The index (int32) packed into a key."""
+    return -key.to(tl.int32) + LAST
