@@ -253,9 +253,9 @@ def _prefill_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 
 def _prefill_default(case: Case, tokens: int) -> Tile:
-    few = tokens * (case.H // case.Hkv) <= 1024 or case.Dh > 128
-    rows = max(next_pow2(case.H // case.Hkv), 64 if few else 128)
-    return Tile(BLOCK_M=rows, BLOCK_N=64, num_warps=4 if rows <= 64 else 8, num_stages=2)
+    """One tile whatever the tokens: the bits of a prompt must not depend on how it is cut."""
+    rows = max(next_pow2(case.H // case.Hkv), 128 if case.Dh <= 128 else 64)
+    return Tile(BLOCK_M=rows, BLOCK_N=64, num_warps=8, num_stages=2)
 
 
 ATTEND_PREFILL = KernelSpec(

@@ -188,7 +188,10 @@ def attend_decode(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
     stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
-    axes = attention_axes(q, k_cache) | {"new": next_pow2(max_new)}
+    axes = attention_axes(q, k_cache) | {
+        "new": next_pow2(max_new),
+        "tree": int(parents is not None),
+    }
     tile = ATTEND_DECODE.tile(T, q, **axes)
     rows = min(int(tile["BLOCK_M"]), max(16, next_pow2(max_new * group)))
     blocks = cdiv(max_new * group, rows)

@@ -31,15 +31,18 @@ def owner(cu_idx, S, block, BLOCK_Q: tl.constexpr, EXTRA: tl.constexpr):
 
 @triton.jit
 def cells(pages_idx, n0, end, page_stride, row_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """int64 [BLOCK_N]: where the keys n0.. of one page table row lie; n0 a multiple of BLOCK_N."""
+    """Where the keys n0.. of a page table row lie, n0 a multiple of BLOCK_N: a scalar offset and
+    one a key [BLOCK_N] to add to it. In one page the latter do not change: few registers."""
     n = tl.arange(0, BLOCK_N)
     if BLOCK_N <= PAGE:
         page = tl.load(pages_idx + n0 // PAGE).to(tl.int64)
-        cell = page * page_stride + (n0 % PAGE) * row_stride + n * row_stride
+        base = page * page_stride + (n0 % PAGE) * row_stride
+        cell = n * row_stride
     else:
         page = tl.load(pages_idx + (n0 + n) // PAGE, mask=n0 + n < end, other=0).to(tl.int64)
+        base = n0 * 0
         cell = page * page_stride + (n % PAGE) * row_stride
-    return cell
+    return base, cell
 
 
 @triton.jit
@@ -67,12 +70,12 @@ def attend_keys(
     d = tl.arange(0, BLOCK_D)
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
-        cell = cells(pages_idx, n0, end, page_stride, row_stride, PAGE, BLOCK_N)
+        base, cell = cells(pages_idx, n0, end, page_stride, row_stride, PAGE, BLOCK_N)
         cell = cell[:, None] + d[None, :]
         inside = (d < D)[None, :]
         if MASKED:  # what lies behind the last key may be NaN: 0 * NaN must not enter the sum
             inside = inside & (n < end)[:, None]
-        k = tl.load(k_ptr + cell, mask=inside, other=0.0).to(q.dtype)
+        k = tl.load(k_ptr + base + cell, mask=inside, other=0.0).to(q.dtype)
         raw = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, BLOCK_N]
         seen = raw
         if MASKED:
@@ -81,13 +84,13 @@ def attend_keys(
                 visible = descends(n, position, context, parents_idx, drafts)
             seen = tl.where(visible, raw, float("-inf"))
         higher = tl.maximum(peak, tl.max(seen, 1) * scale)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
-        p = tl.exp2(tl.fma(raw, scale, -base[:, None]))
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
+        p = tl.exp2(tl.fma(raw, scale, -level[:, None]))
         if MASKED:
             p = tl.where(visible, p, 0.0)
-        decay = tl.exp2(peak - base)
+        decay = tl.exp2(peak - level)
         total = total * decay + tl.sum(p, 1)
-        v = tl.load(v_ptr + cell, mask=inside, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + base + cell, mask=inside, other=0.0).to(q.dtype)
         acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
         # Always true; makes Triton wait for this dot before the next step writes p's registers,
         # which an asynchronous wgmma would still be reading (triton#9433).
