@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nemotriton.model.config import MambaConfig
 
-PAGE_SIZE = 64
+PAGE_SIZE = 64  # tokens
+SCORE_BYTES = 64 * 2**20  # logits of prompt tokens are computed in blocks of at most this
 
 
 class PagedKV:

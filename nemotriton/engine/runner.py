@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from nemotriton.engine.batch import Batch, build_batch
-from nemotriton.engine.caches import PAGE_SIZE, Caches
+from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches
 from nemotriton.engine.request import Move, Piece, Request, Step
 from nemotriton.engine.sampler import Sampler, describe
-
-# Logits of prompt tokens are computed in blocks of at most this many bytes.
-_BLOCK_BYTES = 256 * 2**20
 
 
 class Model(Protocol):
@@ -108,7 +105,7 @@ class Runner:
 
     def _score(self, hidden: Tensor, scoring: Sequence[Piece]) -> None:
         """Prompt logprobs and kept logits, a block of rows at a time."""
-        block = max(1, _BLOCK_BYTES // (4 * self.vocab))
+        block = max(1, SCORE_BYTES // (4 * self.vocab))
         first = 0
         for piece in scoring:
             request, count = piece.request, scored_rows(piece)

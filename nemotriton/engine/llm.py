@@ -1,0 +1,356 @@
+"""LLM: the engine with a model in it; vLLM's names.
+
+with LLM("owner/name", max_context=32768) as llm:
+    for output in llm.generate(["..."], SamplingParams(temperature=0)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from nemotriton.engine.engine import Engine, Prepared, Prompt
+from nemotriton.engine.loading import (
+    Dtype,
+    Limits,
+    Progress,
+    Weights,
+    embedded_weights,
+    find_device,
+    place,
+    random_weights,
+    stored_weights,
+)
+from nemotriton.engine.outputs import CompletionOutput, Delta, Group, RequestOutput
+from nemotriton.engine.pool import Pool
+from nemotriton.engine.runner import Runner
+from nemotriton.engine.sampling import Logprob, SamplingParams
+from nemotriton.engine.scheduler import Scheduler
+from nemotriton.errors import RequestError, require
+from nemotriton.kernels.op import INTERPRET, use
+from nemotriton.text.generation_config import GenerationConfig
+from nemotriton.text.tokens import load_tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"]
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Impl = str | Mapping[str, str] | None
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A Nemotron-H model and everything to run it.
+
+    model: directory, Hugging Face id, or None for the model inside the package. dtype, state_dtype:
+    of weights and activations, and of SSM states (None: the checkpoint's). device: None is a GPU if
+    there is one. max_context: tokens of prompt and completion; max_requests: run at the same time
+    (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory: share of
+    the free memory to plan with. seed: for requests that have none. impl: "ref" or "triton" for all
+    ops, or by op. progress: called with (bytes done, bytes in all, tensor) while weights load.
+
+    For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        dtype: Dtype = None,
+        device: str | torch.device | None = None,
+        max_context: int | None = None,
+        max_requests: int | None = None,
+        prefill_piece: int | None = None,
+        drafts: int = 0,
+        seed: int = 0,
+        impl: Impl = None,
+        memory: float = 0.9,
+        state_dtype: Dtype = None,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        sizes = (max_context, max_requests, prefill_piece, drafts, memory)
+        limits = Limits(device, dtype, state_dtype, *sizes)
+        if model is None:
+            weights = embedded_weights()
+        else:
+            weights = stored_weights(model, revision, offline)
+        self._start(weights, limits, seed, impl, progress)
+
+    @classmethod
+    def synthetic(
+        cls,
+        preset: str | Path,
+        *,
+        seed: int = 0,
+        layers: int | None = None,
+        width_scale: float | None = None,
+        dtype: Dtype = None,
+        device: str | torch.device | None = None,
+        max_context: int | None = None,
+        max_requests: int | None = None,
+        prefill_piece: int | None = None,
+        drafts: int = 0,
+        impl: Impl = None,
+        memory: float = 0.9,
+        state_dtype: Dtype = None,
+        progress: Progress | None = None,
+    ) -> LLM:
+        """Seeded random weights of a preset (or of a directory's config.json), with no files.
+
+        layers, width_scale: cut down, see ModelConfig.cut. The rest as in LLM.
+        """
+        sizes = (max_context, max_requests, prefill_piece, drafts, memory)
+        limits = Limits(device, dtype, state_dtype, *sizes)
+        llm = cls.__new__(cls)
+        llm._start(random_weights(preset, seed, layers, width_scale), limits, seed, impl, progress)
+        return llm
+
+    def _start(
+        self, weights: Weights, limits: Limits, seed: int, impl: Impl, progress: Progress | None
+    ) -> None:
+        self.config = weights.config
+        self.directory = weights.directory
+        self.notes = weights.notes
+        self.tokenizer = load_tokenizer(weights.directory, weights.config)
+        self.default_params = _default_params(GenerationConfig.read(weights.directory))
+        self._impl = _implementations(impl, find_device(limits.device))
+        placed = place(weights, limits, progress)
+        self.plan, self.device, self.dtype = placed.plan, placed.device, placed.dtype
+        mamba = self.config.mamba
+        chunk = mamba.chunk if mamba is not None and self.plan.slots else None
+        runner = Runner(
+            placed.model, placed.caches, vocab=self.config.vocab, chunk=chunk, device=self.device
+        )
+        pages, slots = self.plan.pages, self.plan.slots
+        self._engine: Engine | None = Engine(
+            runner,
+            Scheduler(
+                pages=Pool(pages, "pages") if pages else None,
+                slots=Pool(slots, "slots") if slots else None,
+                page_size=runner.page_size,
+                max_requests=self.plan.max_requests,
+                prefill_piece=placed.prefill_piece,
+            ),
+            self.tokenizer,
+            max_context=self.plan.max_context,
+            eos_ids=[t for t in self.tokenizer.eos_ids if t < self.config.vocab],
+            seed=seed,
+        )
+
+    # ---- text ---------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids, one or many), in their order.
+
+        params: one for all, one each, or None for the checkpoint's defaults. on_finish is called
+        with each output as it ends. RequestError, before anything runs, if any prompt or parameter
+        cannot be served. If a step fails, all of these requests end and the error goes on.
+        """
+        prepared = self._prepare(_many(prompts), params)
+        groups: list[Group] = []
+        try:
+            for p in prepared:
+                groups.append(self.engine.submit(p))
+            pending = list(groups)
+            while pending:
+                self._step()
+                ended = [g for g in pending if g.finished]
+                pending = [g for g in pending if not g.finished]
+                for group in ended if on_finish is not None else ():
+                    on_finish(group.output())  # type: ignore[misc]
+        finally:
+            self._cancel(groups)
+        return [g.output() for g in groups]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Complete one prompt, a delta at a time; texts joined are the text `generate` gives.
+
+        RequestError comes at once. Ending the iteration early cancels the request. Streams may run
+        side by side in one thread: each drives the engine for all.
+        """
+        return self._deltas(self._prepare([prompt], params)[0])
+
+    def _deltas(self, prepared: Prepared) -> Iterator[Delta]:
+        group = self.engine.submit(prepared)
+        try:
+            while not group.finished:
+                yield from group.take()
+                self._step()
+            yield from group.take()
+        finally:
+            self._cancel([group])
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        template_args: Mapping[str, object] | None = None,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations (one or many) through the checkpoint's chat template.
+
+        messages: {"role": ..., "content": ...} in order. template_args: the template's variables.
+        RequestError where there is no template or it refuses.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts = [self.tokenizer.apply_chat(c, template_args=template_args) for c in conversations]
+        return self.generate(prompts, params, on_finish)
+
+    def cancel(self, request_id: str) -> None:
+        """End a running request before the next step, from any thread; unknown ids are ignored."""
+        self.engine.cancel(request_id)
+
+    # ---- numbers ------------------------------------------------------------------------------
+
+    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Any:
+        """float32 logits [T, V] on the CPU, of every token given the ones before it.
+
+        A list of id lists gives a list of tensors. Row i is the distribution of token i + 1.
+        """
+        prompts = _many(ids)
+        prepared = [self.engine.prepare(p, SamplingParams(), keep_logits=True) for p in prompts]
+        groups: list[Group] = []
+        try:
+            for p in prepared:
+                groups.append(self.engine.submit(p))
+            while not all(g.finished for g in groups):
+                self._step()
+        finally:
+            self._cancel(groups)
+        found = [torch.cat(g.completions[0].request.logits) for g in groups]
+        return found if prompts is ids else found[0]
+
+    def stats(self) -> dict[str, Any]:
+        """Speed and memory so far: tokens, tokens a second, seconds, bytes; plain values.
+
+        tokens_per_s counts steps without prompt tokens, prompt_tokens_per_s those with; None where
+        there was none. first_token_s is the mean from submission. acceptance: None without drafts.
+        """
+        meter = self.engine.meter
+        peak = None
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        return {
+            "requests": meter.requests,
+            "steps": meter.steps,
+            "preemptions": self.engine.scheduler.preemptions,
+            "prompt_tokens": meter.prompt_tokens,
+            "output_tokens": meter.output_tokens,
+            "prompt_tokens_per_s": _rate(meter.prompt_tokens, meter.prefill_seconds),
+            "tokens_per_s": _rate(meter.decode_tokens, meter.decode_seconds),
+            "first_token_s": _rate(meter.first_token_seconds, meter.requests),
+            "acceptance": None,
+            "memory": self.plan.parts(),
+            "peak_memory": peak,
+        }
+
+    @property
+    def engine(self) -> Engine:
+        """What queues and steps; RequestError after `close`."""
+        if self._engine is None:
+            raise RequestError("this LLM is closed: make a new one.")
+        return self._engine
+
+    @property
+    def runner(self) -> Runner:
+        """The model (`runner.model`) and its caches."""
+        return self.engine.runner
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model and its caches; the LLM cannot be used after."""
+        self._engine = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def _prepare(self, prompts: Sequence[Prompt], params: Params) -> list[Prepared]:
+        """Check all prompts before any is queued."""
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or self.default_params] * len(prompts)
+        else:
+            each = list(params)
+        require(
+            len(each) == len(prompts),
+            f"{len(each)} SamplingParams for {len(prompts)} prompts: give one for all or one each.",
+            RequestError,
+        )
+        for p in each:
+            is_params = isinstance(p, SamplingParams)
+            require(is_params, f"params has {p!r}: give SamplingParams.", RequestError)
+        return [self.engine.prepare(p, s) for p, s in zip(prompts, each, strict=True)]
+
+    def _step(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        current = torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext()
+        with current, use(self._impl):
+            self.engine.step()
+
+    def _cancel(self, groups: Sequence[Group]) -> None:
+        """End what has not ended, at once; nothing is left behind by an error or an early exit."""
+        engine = self.engine
+        for group in groups:
+            if not group.finished:
+                engine.cancel(group.id)
+        engine.drop_cancelled()
+
+
+def _many(prompts: Any) -> Sequence[Any]:
+    """A list of prompts, whether one or many were given."""
+    if isinstance(prompts, str):
+        return [prompts]
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
+    kind = type(prompts).__name__
+    require(is_list, f"prompts of type {kind}: give a text, token ids or a list.", RequestError)
+    one = bool(prompts) and all(isinstance(p, int) for p in prompts)
+    return [prompts] if one else prompts
+
+
+def _default_params(checkpoint: GenerationConfig) -> SamplingParams:
+    """What generation_config.json says, and our defaults for the rest."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    stated = {n: v for n in names if (v := getattr(checkpoint, n)) is not None}
+    return SamplingParams(**stated)
+
+
+def _implementations(impl: Impl, device: torch.device) -> Mapping[str, str]:
+    """ "ref", "triton" or a mapping, as `use` takes it; UnsupportedError for what cannot be."""
+    forced = {"*": impl} if isinstance(impl, str) else dict(impl or {})
+    with use(forced):
+        can_launch = device.type == "cuda" or INTERPRET
+    require(
+        can_launch or "triton" not in forced.values(),
+        f"impl={impl!r} needs a GPU (or TRITON_INTERPRET=1), and the device is {device}: use 'ref'.",
+    )
+    return forced
+
+
+def _rate(amount: float, per: float) -> float | None:
+    return amount / per if per else None

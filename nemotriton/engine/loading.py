@@ -1,0 +1,225 @@
+"""Where a model comes from: files, a hub id, or random weights of a preset; and onto the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nemotriton import device as devices
+from nemotriton.engine.caches import Caches, MambaStates, PagedKV
+from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
+from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
+from nemotriton.model import checkpoint, synth
+from nemotriton.model.config import LayerKind, ModelConfig
+from nemotriton.model.expected import Expected, Role, expected
+from nemotriton.model.nemotron_h import NemotronH
+
+EMBEDDED = Path(__file__).parents[1] / "tiny"
+EMBEDDED_SEED = 0
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Progress = Callable[[int, int, str], None]
+Dtype = str | torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights before they are anywhere: what they are, and how to place them.
+
+    place(model, progress): writes them into the model's own tensors. directory: where tokenizer
+    files may be, None for a preset.
+    """
+
+    config: ModelConfig
+    directory: Path | None
+    expected: dict[str, Expected]
+    place: Callable[[NemotronH, Progress | None], None]
+    notes: tuple[str, ...] = ()
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes they take on the device."""
+        return sum(entry.nbytes(dtype.itemsize) for entry in self.expected.values())
+
+
+def stored_weights(model: str | Path, revision: str | None, offline: bool) -> Weights:
+    """Weights of a checkpoint directory or Hugging Face id; only headers are read here.
+
+    CheckpointError or ConfigError as their readers raise them.
+    """
+    if str(model).startswith("preset:"):
+        name = str(model).removeprefix("preset:")
+        ModelConfig.preset(name)  # an unknown name is the likelier mistake
+        raise CheckpointError(
+            f"{model} names a configuration and has no weights: LLM.synthetic({name!r}) draws "
+            "random ones."
+        )
+    directory = checkpoint.find_checkpoint(model, revision, offline)
+    config = ModelConfig.from_json(directory)
+    source = checkpoint.open_source(directory)
+    plan = checkpoint.make_plan(source, config, mtp=False)
+    quantised = [e.matrix for e in plan.expected.values() if e.role in (Role.FP8, Role.CODES)]
+    require(
+        not quantised,
+        f"{len(quantised)} matrices of {model} are quantised ({', '.join(map(str, quantised[:3]))},"
+        " ...), which cannot be computed yet: use the BF16 release.",
+    )
+
+    def place(model: NemotronH, progress: Progress | None) -> None:
+        tensors = model.named_tensors()
+        plan.check_model(tensors)
+        checkpoint.load(source, plan, tensors.__getitem__, progress)
+
+    return Weights(config, directory, dict(plan.expected), place, (*source.notes, *plan.notes))
+
+
+def random_weights(
+    model: str | Path, seed: int, layers: int | None = None, width_scale: float | None = None
+) -> Weights:
+    """Seeded random weights of a preset, or of a directory's config.json, whole or cut down."""
+    path = Path(model).expanduser()
+    directory = path if path.is_dir() else None
+    name = str(model).removeprefix("preset:")
+    config = ModelConfig.from_json(path) if directory else ModelConfig.preset(name)
+    config = config.cut(layers, width_scale)
+
+    def place(model: NemotronH, progress: Progress | None) -> None:
+        tensors = model.named_tensors()
+        total, done = sum(t.nbytes for t in tensors.values()), 0
+        for key, tensor in tensors.items():
+            synth.fill(config, {key: tensor}, seed)
+            done += tensor.nbytes
+            if progress is not None:
+                progress(done, total, key)
+
+    return Weights(config, directory, expected(config, mtp_blocks=0), place)
+
+
+def embedded_weights() -> Weights:
+    """The model inside the package; its weights are random where it has none of its own."""
+    if any(EMBEDDED.glob("*.safetensors")):
+        return stored_weights(EMBEDDED, None, True)
+    return random_weights(EMBEDDED, EMBEDDED_SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of which machine; None leaves it to the plan. memory: share of what is free."""
+
+    device: str | torch.device | None
+    dtype: Dtype
+    state_dtype: Dtype
+    max_context: int | None
+    max_requests: int | None
+    prefill_piece: int | None
+    drafts: int
+    memory: float
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "max_requests", "prefill_piece"):
+            value = getattr(self, name)
+            is_size = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if value is not None and not is_size:
+                raise ConfigError(f"{name}={value!r}: use a number >= 1, or None.")
+        if not (isinstance(self.memory, int | float) and 0 < self.memory <= 1):
+            raise ConfigError(f"memory={self.memory!r}: use a share of the free memory in (0, 1].")
+        if self.drafts != 0:
+            raise UnsupportedError(f"drafts={self.drafts}: drafting is not built yet; use 0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A model on its device with its caches, ready to run."""
+
+    model: NemotronH
+    caches: Caches
+    plan: CachePlan
+    prefill_piece: int
+    device: torch.device
+    dtype: torch.dtype
+
+
+def place(weights: Weights, limits: Limits, progress: Progress | None = None) -> Placed:
+    """Plan, then build, fill and allocate; CapacityError before anything is loaded."""
+    config = weights.config
+    device = find_device(limits.device)
+    dtype = find_dtype("dtype", limits.dtype, config.dtype)
+    stored = config.mamba.state_dtype if config.mamba is not None else "float32"
+    state_dtype = find_dtype("state_dtype", limits.state_dtype, stored)
+    context = limits.max_context
+    if context is not None and context > config.max_context:
+        raise ConfigError(
+            f"max_context={context:,} is more than the model's {config.max_context:,} "
+            "(max_position_embeddings): lower it."
+        )
+    piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
+    wishes = Wishes(
+        context, limits.max_requests, piece, limits.drafts, dtype.itemsize, state_dtype.itemsize
+    )
+    plan = make_plan(
+        config,
+        wishes,
+        weights=weights.nbytes(dtype),
+        available=int(limits.memory * devices.free_memory(device)),
+        where=f"{devices.info(device).name} (memory={limits.memory:g})",
+    )
+    model = NemotronH(config, dtype, device)
+    weights.place(model, progress)
+    model.prepare()
+    caches = make_caches(config, plan, dtype, state_dtype, device, limits.drafts)
+    return Placed(model, caches, plan, piece, device, dtype)
+
+
+def make_caches(
+    config: ModelConfig,
+    plan: CachePlan,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    device: torch.device,
+    drafts: int,
+) -> Caches:
+    """Allocate what the plan says."""
+    kv = mamba = None
+    if plan.pages and config.attention is not None:
+        layers = cache_layers(config, LayerKind.ATTENTION, drafts)
+        a = config.attention
+        kv = PagedKV(layers, plan.pages, a.kv_heads, a.head_dim, dtype, device)
+    if plan.slots and config.mamba is not None:
+        layers = cache_layers(config, LayerKind.MAMBA, drafts)
+        lanes = drafts + 1 if drafts else 0
+        mamba = MambaStates(config.mamba, layers, plan.slots, dtype, device, state_dtype, lanes)
+    return Caches(kv, mamba)
+
+
+def find_device(wanted: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one; UnsupportedError if it is not there."""
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise UnsupportedError(f"device={wanted!r} is unknown: use cuda, cuda:1 or cpu.") from None
+    require(device.type in ("cuda", "cpu"), f"device={wanted!r}: use cuda, cuda:1 or cpu.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        require(
+            index < count,
+            f"device={str(wanted)!r}, but there are {count} CUDA devices: use device='cpu'"
+            + (f" or cuda:0 .. cuda:{count - 1}." if count else "."),
+        )
+        device = torch.device("cuda", index)
+    return device
+
+
+def find_dtype(name: str, wanted: Dtype, default: str) -> torch.dtype:
+    """A dtype by torch's name; None or "auto" is the checkpoint's. ConfigError otherwise."""
+    if wanted is None or wanted == "auto":
+        wanted = default
+    dtype = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"{name}={wanted!r}: use one of {', '.join(DTYPES)}.")
+    assert isinstance(dtype, torch.dtype)
+    return dtype

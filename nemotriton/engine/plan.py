@@ -1,0 +1,278 @@
+"""CachePlan: bytes to pages and slots, before anything is loaded.
+
+    memory = weights + work + slots * (state + lanes) + pages * page
+
+Weights are exact, states and pages too; `work` is an upper estimate of what a step allocates. Where
+a wish does not fit, CapacityError computes what would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
+from nemotriton.errors import CapacityError
+from nemotriton.model.config import LayerKind, ModelConfig
+
+DEFAULT_REQUESTS = 64
+_COMPANY = 8  # requests that a context nobody asked for makes room for
+_COPIES = 4  # of a step's logits, while they are penalised, sorted and summed
+_KV_SPLITS = 32  # partial results of attention over a split context
+_MARGIN = 1.25  # fragments, and what the estimate of `work` overlooks
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What was asked for; None leaves it to the plan. Sizes of elements in bytes."""
+
+    max_context: int | None
+    max_requests: int | None
+    prefill_piece: int
+    drafts: int
+    item: int  # of activations, conv windows and K/V
+    state_item: int  # of SSM states
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """What memory goes where, in bytes; `pages` and `slots` are 0 where the model has no such."""
+
+    max_context: int
+    max_requests: int
+    pages: int
+    slots: int
+    weights: int
+    states: int
+    lanes: int
+    kv: int
+    work: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        """All that is planned for."""
+        return self.weights + self.states + self.lanes + self.kv + self.work
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by purpose, for people; what is not used is `free`."""
+        named = {
+            "weights": self.weights,
+            "states": self.states,
+            "lanes": self.lanes,
+            "KV": self.kv,
+            "work": self.work,
+            "free": self.available - self.total,
+        }
+        return {name: size for name, size in named.items() if size or name == "weights"}
+
+
+def make_plan(
+    config: ModelConfig, wishes: Wishes, *, weights: int, available: int, where: str
+) -> CachePlan:
+    """Divide `available` bytes of the device called `where`.
+
+    One request of max_context tokens always fits. Without a wish, max_context is the model's, or
+    what fits beside 8 requests; max_requests is 64, or as many as leave half of the rest to K/V.
+    Raises CapacityError with the bytes of each part and the wishes that would fit.
+    """
+    return _Planner(config, wishes, weights, available, where).plan()
+
+
+@dataclass(frozen=True)
+class _Planner:
+    config: ModelConfig
+    wishes: Wishes
+    weights: int
+    available: int
+    where: str
+
+    def plan(self) -> CachePlan:
+        context = self.wishes.max_context or self.config.max_context
+        requests = self.wishes.max_requests or 1
+        if self.wishes.max_context is None:
+            company = self.wishes.max_requests or _COMPANY
+            context = self.longest(context, company) or self.longest(context, requests) or context
+        if not self.fits(context, requests):
+            raise CapacityError(self.refusal(context, requests))
+        if self.wishes.max_requests is None:
+            most = largest(lambda n: self.leaves_half(context, n), 1, DEFAULT_REQUESTS) or 1
+            requests = max(most, self.most_requests(context, _COMPANY) or 1)
+        return self.divided(context, requests)
+
+    def divided(self, context: int, requests: int) -> CachePlan:
+        """The plan for a context and a number of requests that fit."""
+        pages = 0
+        if self.page_bytes:
+            rest = self.available - self.fixed(requests)
+            pages = min(rest // self.page_bytes, requests * pages_for(context))
+        return self.bytes_of(context, requests, pages)
+
+    def bytes_of(self, context: int, requests: int, pages: int) -> CachePlan:
+        lanes = self.wishes.drafts + 1 if self.wishes.drafts else 0
+        return CachePlan(
+            max_context=context,
+            max_requests=requests,
+            pages=pages,
+            slots=requests if self.state_bytes else 0,
+            weights=self.weights,
+            states=requests * self.state_bytes,
+            lanes=requests * self.state_bytes * lanes,
+            kv=pages * self.page_bytes,
+            work=self.work(requests),
+            available=self.available,
+        )
+
+    # ---- sizes --------------------------------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """K and V of one page, all attention layers."""
+        layers = cache_layers(self.config, LayerKind.ATTENTION, self.wishes.drafts)
+        attention = self.config.attention
+        if not layers or attention is None:
+            return 0
+        return 2 * layers * PAGE_SIZE * attention.kv_rows * self.wishes.item
+
+    @property
+    def state_bytes(self) -> int:
+        """SSM state and conv window of one request, all Mamba layers."""
+        layers = cache_layers(self.config, LayerKind.MAMBA, self.wishes.drafts)
+        m = self.config.mamba
+        if not layers or m is None:
+            return 0
+        ssm = m.inner * m.state * self.wishes.state_item
+        return layers * (ssm + (m.conv_width - 1) * m.conv_dim * self.wishes.item)
+
+    def work(self, requests: int) -> int:
+        """An upper estimate of what one step allocates: its widest layer, and its logits."""
+        c, item = self.config, self.wishes.item
+        rows = requests * (self.wishes.drafts + 1)
+        tokens = rows + self.wishes.prefill_piece
+        stream = c.width * (2 * item + 8)  # normed x, mixer output, residual before and after
+        layer = max(mixer_bytes(c, kind, item) for kind in dict.fromkeys(c.kinds))
+        splits = c.attention.q_rows * _KV_SPLITS * 4 * rows if c.attention else 0
+        scored = min(SCORE_BYTES, self.wishes.prefill_piece * c.vocab * 4)
+        logits = _COPIES * (rows * c.vocab * 4 + scored)
+        return int(_MARGIN * (tokens * (stream + layer) + splits + logits))
+
+    def fixed(self, requests: int) -> int:
+        """Everything but pages."""
+        plan = self.bytes_of(1, requests, 0)
+        return plan.total
+
+    def need(self, context: int, requests: int) -> int:
+        """The least that works: one whole context of pages, a state for each request."""
+        return self.fixed(requests) + pages_for(context) * self.page_bytes
+
+    def fits(self, context: int, requests: int) -> bool:
+        return self.need(context, requests) <= self.available
+
+    def longest(self, context: int, requests: int) -> int | None:
+        """The longest context up to `context` that fits beside so many requests."""
+        return largest(lambda n: self.fits(n, requests), 1, context)
+
+    def most_requests(self, context: int, requests: int) -> int | None:
+        """The most requests up to `requests` that fit with this context."""
+        return largest(lambda n: self.fits(context, n), 1, requests)
+
+    def leaves_half(self, context: int, requests: int) -> bool:
+        """States take at most half of what weights, work and one context leave."""
+        states = self.fixed(requests) - self.weights - self.work(requests)
+        rest = self.available - self.weights - self.work(requests)
+        rest -= pages_for(context) * self.page_bytes
+        return 2 * states <= rest
+
+    # ---- refusal ------------------------------------------------------------------------------
+
+    def refusal(self, context: int, requests: int) -> str:
+        """Needs and has, part by part, and each single change that would do."""
+        plan = self.bytes_of(context, requests, pages_for(context) if self.page_bytes else 0)
+        unit, size = ("GiB", 2**30) if plan.total >= 2**30 else ("MiB", 2**20)
+        named = [f"{k} {v / size:.1f}" for k, v in plan.parts().items() if k != "free"]
+        text = (
+            f"needs {plan.total / size:.1f} {unit} ({', '.join(named)}); {self.where} has "
+            f"{self.available / size:.1f} {unit} for it. "
+        )
+        if self.state_bytes:
+            each = (plan.states + plan.lanes) / requests / 2**20
+            text += f"The states of a request take {each:.1f} MiB. "
+        changes = self.changes(context, requests)
+        if changes:
+            return text + f"Would fit: {', or '.join(changes)}."
+        least = self.smaller(prefill_piece=1, drafts=0).need(1, 1)
+        return text + (
+            "No smaller max_context, max_requests or prefill_piece is enough: weights and the "
+            f"least beside them take {least / size:.1f} {unit}. Use a quantised checkpoint, or a "
+            "device with more memory."
+        )
+
+    def changes(self, context: int, requests: int) -> list[str]:
+        """Single wishes that would fit, the others kept; then all three at their least."""
+        w = self.wishes
+        found = {
+            "max_context": self.longest(context, requests),
+            "max_requests": self.most_requests(context, requests),
+            "prefill_piece": largest(
+                lambda n: self.smaller(prefill_piece=n).fits(context, requests), 1, w.prefill_piece
+            ),
+        }
+        changes = [f"{name}={value}" for name, value in found.items() if value]
+        if w.drafts and self.smaller(drafts=0).fits(context, requests):
+            changes.append("drafts=0")
+        if not changes:
+            small = self.smaller(prefill_piece=min(w.prefill_piece, 256), drafts=0)
+            most = small.longest(context, 1)
+            if most:
+                piece = small.wishes.prefill_piece
+                changes = [f"max_context={most} with max_requests=1, prefill_piece={piece}"]
+        return changes
+
+    def smaller(self, **wishes: int) -> _Planner:
+        return replace(self, wishes=replace(self.wishes, **wishes))
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+def cache_layers(config: ModelConfig, kind: LayerKind, drafts: int) -> int:
+    """Layers of `kind` with a cache: the trunk's, and behind them the MTP block's when drafting."""
+    draft_layers = config.mtp.pattern if drafts and config.mtp is not None else ()
+    return (*config.kinds, *draft_layers).count(kind)
+
+
+def mixer_bytes(config: ModelConfig, kind: LayerKind, item: int) -> int:
+    """Bytes a token that the widest moment of a mixer holds, the largest layer of its kind."""
+    match kind:
+        case LayerKind.MAMBA:
+            m = config.mamba
+            assert m is not None
+            chunk_states = 2 * m.inner * m.state * 4 // m.chunk
+            return (m.in_rows + 2 * m.conv_dim + 3 * m.inner) * item + chunk_states
+        case LayerKind.ATTENTION:
+            a = config.attention
+            assert a is not None
+            return (3 * a.q_rows + 2 * a.kv_rows) * item
+        case LayerKind.MLP:
+            return 2 * max(config.mlp_widths) * item
+        case LayerKind.MOE:
+            return max(
+                moe.top_k * (moe.width * item + (moe.latent or config.width) * 4)
+                + 3 * (moe.latent or config.width) * item
+                + 2 * moe.shared_width * item
+                + moe.experts * 12
+                for moe in config.moes
+                if moe is not None
+            )
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The largest n in low .. high that fits, where smaller ones fit if a larger one does."""
+    if not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
