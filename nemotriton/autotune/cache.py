@@ -1,4 +1,4 @@
-"""The tune cache: one reviewable JSON file per GPU and kernel, read at run time, written atomically.
+"""The tune cache: one reviewable JSON file per GPU and kernel, written whole or not at all.
 
 Layout: `tune_cache/<gpu slug>/<kernel>.json`, schema 1:
 
@@ -17,6 +17,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,16 @@ def problems(data: Any, kernel: str, gpu: str, source: str) -> list[str]:
     if not isinstance(entries, list):
         return [*found, "has no list of entries"]
     for i, entry in enumerate(entries):
-        if not _entry_ok(entry):
+        if not entry_ok(entry):
             found.append(f"entry {i} is malformed")
     return found
 
 
-def _entry_ok(entry: Any) -> bool:
+def entry_ok(entry: Any) -> bool:
+    """May one entry be read: a case of plain values, and buckets of tiles in rising order?"""
     if not isinstance(entry, dict) or not isinstance(entry.get("case"), dict):
+        return False
+    if not all(isinstance(v, str | int | float | None) for v in entry["case"].values()):
         return False
     buckets = entry.get("tokens")
     if not isinstance(buckets, list) or not buckets:
@@ -118,12 +122,22 @@ def load(kernel: str, gpu: str, source: str, folder: Path | None = None) -> Tabl
     if why:
         log.warning("%s %s: default tiles are used", file, "; ".join(why))
         return EMPTY
+    made, here = data.get("made_with", {}), _installed("triton")
+    if isinstance(made, dict) and made.get("triton", here) != here:
+        log.info("%s was measured with triton %s; this is %s", file, made["triton"], here)
     return Table(
         {
             case_key(e["case"]): tuple(Bucket(b["upto"], dict(b["tile"])) for b in e["tokens"])
             for e in data["entries"]
         }
     )
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def save(data: Mapping[str, Any], kernel: str, gpu: str, folder: Path | None = None) -> Path:
