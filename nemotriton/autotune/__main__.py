@@ -1,6 +1,7 @@
 """`python -m nemotriton.autotune`: how the kernels are made fast, and known to compile."""
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -8,6 +9,9 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+
+from nemotriton.autotune import commands
+from nemotriton.errors import NemotritonError
 
 app = typer.Typer(
     add_completion=False,
@@ -36,26 +40,22 @@ def compile_command(
 ) -> None:
     """Compile kernels with no GPU: registers, spills, memory, tensor-core instructions.
 
-    Exits 1 when one fails, passes a limit, shows the wgmma hazard, or when a default tile spills."""
+    Exits 1 when one fails, passes a limit, has the wgmma hazard, or when a default tile spills."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         _stop("unset TRITON_INTERPRET: the interpreter does not compile")
     if tiles not in ("default", "all"):
         _stop(f"--tiles {tiles!r}: use 'default' or 'all'")
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="nemotriton-compile-"))
     from nemotriton.autotune import offline
-    from nemotriton.errors import NemotritonError
     from nemotriton.model.config import ModelConfig
 
-    try:
-        todo = offline.jobs(
-            kernel or [],
-            [ModelConfig.preset(name) for name in model.split(",")],
-            [offline.parse_arch(a) for a in arch.split(",")],
-            dtype.split(","),
-            tiles == "all",
-        )
-    except NemotritonError as error:
-        _stop(str(error))
+    todo = offline.jobs(
+        kernel or [],
+        [ModelConfig.preset(name) for name in model.split(",")],
+        [offline.parse_arch(a) for a in arch.split(",")],
+        dtype.split(","),
+        tiles == "all",
+    )
     bad = count = 0
     for rows in offline.run(todo, jobs):
         for row in rows:
@@ -99,5 +99,22 @@ def _stop(message: str) -> None:
     raise typer.Exit(2)
 
 
+app.command("list")(commands.list_command)
+app.command("sweep")(commands.sweep_command)
+app.command("show")(commands.show_command)
+app.command("check")(commands.check_command)
+app.command("merge")(commands.merge_command)
+
+
+def run() -> None:
+    """The command line; an error that a user can mend is one line on stderr, exit code 2."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    try:
+        app()
+    except NemotritonError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app()
+    run()

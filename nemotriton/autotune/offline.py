@@ -67,7 +67,9 @@ def jobs(
     dtypes: Sequence[str] = ("bf16",),
     every_tile: bool = False,
 ) -> list[Job]:
-    """The distinct compilations that the kernels need for these models."""
+    """The distinct compilations that the kernels need for these models.
+
+    A kernel that has none of `dtypes` is compiled in its first."""
     for name in kernels:
         require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
     seen: dict[tuple[str, Case, str, Tile, int], Job] = {}
@@ -79,9 +81,7 @@ def jobs(
             tiles = dict.fromkeys(spec.tiles(case)) if every_tile else {}
             for tile in {**dict.fromkeys(defaults), **tiles}:
                 tokens = defaults.get(tile, max(t for t in spec.tokens if t <= 1024))
-                for dtype in dtypes:
-                    if dtype not in spec.dtypes:
-                        continue
+                for dtype in [d for d in dtypes if d in spec.dtypes] or spec.dtypes[:1]:
                     for arch in arches:
                         job = Job(name, case, tokens, dtype, tile, tile in defaults, arch)
                         seen.setdefault((name, case, dtype, tile, arch), job)
@@ -98,10 +98,10 @@ def compile_job(job: Job) -> list[Row]:
             job.case, job.tokens, meta, DTYPES[job.dtype], generator(0, torch.device("cpu"))
         )
         # Triton prints the whole PTX when the assembler refuses it
-        with contextlib.redirect_stdout(io.StringIO()), use_tile(job.op, job.tile):
-            with compile_only(job.arch) as done:
-                spec.op.triton(**args)
-                rows = [(c.name, resources(c.kernel)) for c in done]
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with quiet, use_tile(job.op, job.tile), compile_only(job.arch) as done:
+            spec.op.triton(**args)
+            rows = [(c.name, resources(c.kernel)) for c in done]
     except UnsupportedError:
         raise
     except Exception as error:  # any compiler pass may raise anything: that is a finding
@@ -132,7 +132,10 @@ def run(todo: Sequence[Job], workers: int = 1) -> Iterator[list[Row]]:
         yield from map(compile_job, todo)
         return
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    try:
         pending = [pool.submit(compile_job, job) for job in todo]
         for future in concurrent.futures.as_completed(pending):
             yield future.result()
+    finally:  # a caller that stops early does not wait for what it will not read
+        pool.shutdown(cancel_futures=True)

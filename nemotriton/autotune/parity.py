@@ -93,7 +93,9 @@ def compare(
             shapes = f"{tuple(got.shape)}, twin {tuple(want.shape)}"
             return Verdict(False, float("inf"), f"{name}: shape {shapes}")
         if got.dtype != twin[name].dtype:
-            return Verdict(False, float("inf"), f"{name}: dtype {got.dtype}, not {twin[name].dtype}")
+            return Verdict(
+                False, float("inf"), f"{name}: dtype {got.dtype}, not {twin[name].dtype}"
+            )
         ratio, text = _ratio(spec, got, twin[name], want)
         if ratio >= worst:
             worst, detail = ratio, f"{name}: {text}"

@@ -93,9 +93,7 @@ def loops(disassembly: str) -> list[list[str]]:
         jump = re.search(r"\bBRA(?:\.\w+)*\b.*?(\.L_x_\d+)", line)
         if jump and labels.get(jump[1], i + 1) <= i:
             spans.append((labels[jump[1]], i))
-    inner = [
-        s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
-    ]
+    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
     return [lines[a : b + 1] for a, b in inner]
 
 
