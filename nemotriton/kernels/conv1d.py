@@ -315,7 +315,7 @@ def _make_causal_conv1d(
     lengths = [half, 0, one, T - half - one - pad, 0, pad]
     args = _make_window_args(case, lengths, dev, dtype, rng)
     args["fresh"] = torch.tensor([False, True, False, True, False, False], device=dev)
-    args["state"][args["slots"][3].long()] = float("nan")  # to be ignored
+    args["state"][args["slots"][3:4].long()] = float("nan")  # to be ignored
     return args
 
 
