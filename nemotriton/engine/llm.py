@@ -347,7 +347,8 @@ def _implementations(impl: Impl, device: torch.device) -> Mapping[str, str]:
         can_launch = device.type == "cuda" or INTERPRET
     require(
         can_launch or "triton" not in forced.values(),
-        f"impl={impl!r} needs a GPU (or TRITON_INTERPRET=1), and the device is {device}: use 'ref'.",
+        f"impl={impl!r} needs a GPU (or TRITON_INTERPRET=1), but the device is {device}: use "
+        "impl='ref'.",
     )
     return forced
 
