@@ -19,6 +19,7 @@ from nemotriton.kernels.conv1d import (
     causal_conv1d_update_ref,
     conv_ref,
 )
+from nemotriton.kernels.gemm import matmul, matmul_ref
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
 from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
@@ -69,6 +70,8 @@ __all__ = [
     "gated_rms_norm_ref",
     "logit_thresholds",
     "logit_thresholds_ref",
+    "matmul",
+    "matmul_ref",
     "philox_ref",
     "recurrence_ref",
     "rms_norm",

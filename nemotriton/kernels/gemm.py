@@ -1,0 +1,326 @@
+"""Linear layers: y = epilogue(x W^T + bias).
+
+    epilogue "none"      y
+             "relu2"     max(y, 0)^2                  (the up-projections)
+             "residual"  y + residual                 (sums of branches)
+
+x [T, K] with a free row stride, weight [N, K] as the checkpoint stores it, bias [N] or None,
+residual [T, N]; y [T, N] in x's dtype or `out_dtype` (fp32 logits from bf16 inputs), rounded once.
+bf16 and fp16 products are summed in fp32 on tensor cores. Where either side is fp32, as in the
+router, both are widened and multiplied in fp32 (no tf32).
+
+Few tokens are a matter of streaming the weight: it stands on the tensor core's long side
+(SWAP) and K is split over programs (SPLITS), whose partial sums a second kernel adds in a fixed
+order. Many tokens take square tiles in an order that keeps both operands in L2 (GROUP). Neither
+the split nor the order of a row's sum depends on the other rows.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.errors import require
+from nemotriton.kernels.numerics import relu2, relu2_ref
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
+
+EPILOGUES = ("none", "relu2", "residual")
+
+
+def matmul_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    epilogue: str = "none",
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Twin of `matmul`."""
+    f = acc_dtype(x)
+    y = x.to(f) @ weight.to(f).T
+    if bias is not None:
+        y = y + bias.to(f)
+    if epilogue == "relu2":
+        y = relu2_ref(y)
+    if residual is not None:
+        y = y + residual.to(f)
+    return y if f == torch.float64 else y.to(out_dtype or x.dtype)
+
+
+# ---------------------------------------------------------------------------------------- kernels
+@triton.jit
+def _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2: tl.constexpr):
+    """Epilogue and store of sums for tokens t and outputs n, of shapes that broadcast to acc's."""
+    mask = (t < T) & (n < N)
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if RELU2:
+        acc = relu2(acc)
+    if r_ptr is not None:
+        acc += tl.load(r_ptr + t * r_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + t * N + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _matmul(
+    x_ptr, w_ptr, b_ptr, r_ptr, y_ptr,
+    x_stride, w_stride, r_stride, T, N, K,
+    RELU2: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one of SPLITS parts of K, STEPS blocks long."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    split = pid // (tiles_n * tiles_t)
+    pid = pid % (tiles_n * tiles_t)
+    first = pid // (GROUP * tiles_n) * GROUP  # GROUP rows of tiles at a time, column by column
+    rows = tl.minimum(tiles_t - first, GROUP)
+    t = (first + pid % rows) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = pid % (GROUP * tiles_n) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = split * (STEPS * BLOCK_K) + tl.arange(0, BLOCK_K)
+    # rows past the end repeat the last one; their sums are not stored
+    x_at = x_ptr + tl.minimum(t, T - 1)[:, None] * x_stride + k[None, :]  # [BLOCK_T, BLOCK_K]
+    w_at = w_ptr + tl.minimum(n, N - 1)[:, None] * w_stride + k[None, :]  # [BLOCK_N, BLOCK_K]
+
+    acc = tl.zeros((BLOCK_N, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_N), tl.float32)
+    for step in range(STEPS):
+        if EVEN_K:
+            x = tl.load(x_at)
+            w = tl.load(w_at)
+        else:
+            left = (k + step * BLOCK_K < K)[None, :]
+            x = tl.load(x_at, mask=left, other=0.0)
+            w = tl.load(w_at, mask=left, other=0.0)
+        if IEEE:
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
+        if SWAP:
+            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+
+    y_ptr += split * T * N  # one plane of partial sums a split
+    t, n = (t[None, :], n[:, None]) if SWAP else (t[:, None], n[None, :])
+    _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sum_splits(
+    parts_ptr, b_ptr, r_ptr, y_ptr, r_stride, T, N,
+    RELU2: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds the partial sums of one token, first split first."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(N, BLOCK_N)
+    t = pid // blocks
+    n = pid % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    part = parts_ptr + t * N + n
+    for _ in tl.static_range(SPLITS):
+        acc += tl.load(part, mask=n < N, other=0.0)
+        part += T.to(tl.int64) * N
+    _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
+
+
+# -------------------------------------------------------------------------------------------- op
+@op(ref=matmul_ref)
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    epilogue: str = "none",
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """epilogue(x weight^T + bias) for x [T, K] and weight [N, K]; returns [T, N].
+
+    The dtypes of x and weight are equal, or one of them is fp32: then the product is fp32 too."""
+    T, N, K = _check(x, weight, bias, epilogue, residual)
+    y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
+    ieee = torch.float32 in (x.dtype, weight.dtype)
+    tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(ieee))
+    block_k = int(tile["BLOCK_K"])
+    tile = tile.but(SPLITS=min(int(tile["SPLITS"]), cdiv(K, block_k)))
+    splits = int(tile["SPLITS"])
+    steps = cdiv(K, block_k * splits)
+    squared = epilogue == "relu2"
+    r_stride = 0 if residual is None else residual.stride(0)
+    constants = {"IEEE": ieee, "STEPS": steps, "EVEN_K": block_k * splits * steps == K}
+    grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
+    shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
+    if splits == 1:
+        args = (x, weight, bias, residual, y, *shape)
+        launch(_matmul, grid, *args, RELU2=squared, **constants, **tile)
+        return y
+    parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
+    launch(_matmul, grid, x, weight, None, None, parts, *shape, RELU2=False, **constants, **tile)
+    block = min(1024, next_pow2(N))
+    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
+    sums = (parts, bias, residual, y, r_stride, T, N)
+    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+    return y
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epilogue: str,
+    residual: torch.Tensor | None,
+) -> tuple[int, int, int]:
+    require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
+    T, K = x.shape
+    require(
+        weight.ndim == 2 and weight.shape[1] == K and K > 0,
+        f"weight of shape {tuple(weight.shape)} does not match x of width {K}",
+    )
+    N = weight.shape[0]
+    require(
+        x.stride(1) == 1 and weight.stride(1) == 1,
+        "x and weight must have unit stride along their width; call .contiguous()",
+    )
+    require(
+        x.dtype == weight.dtype or torch.float32 in (x.dtype, weight.dtype),
+        f"x is {x.dtype} and weight {weight.dtype}: use one dtype, or fp32 for one of them",
+    )
+    require(
+        bias is None or bias.shape == (N,),
+        f"bias must be [{N}], got shape {None if bias is None else tuple(bias.shape)}",
+    )
+    require(
+        epilogue in EPILOGUES and (epilogue == "residual") == (residual is not None),
+        f"epilogue {epilogue!r} {'without' if residual is None else 'with'} a residual: "
+        "use 'none', 'relu2', or 'residual' with a residual to add",
+    )
+    require(
+        residual is None or (residual.shape == (T, N) and residual.stride(1) == 1),
+        f"residual must be [{T}, {N}] with unit stride along its width",
+    )
+    return T, N, K
+
+
+# ------------------------------------------------------------------------------------------- spec
+def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
+    weight = torch.randn(case.N, case.K, generator=rng, device=dev) * case.K**-0.5
+    return {
+        "x": torch.randn(T, case.K, generator=rng, device=dev).to(dtype),
+        "weight": weight if case.ieee else weight.to(dtype),
+        "out_dtype": torch.float32 if case.ieee else None,
+    }
+
+
+def _cases(config: Any) -> list[Case]:
+    """Every matrix of the model that is not an expert's, by its size."""
+    sizes = {(config.vocab, config.width): 0}
+    sizes.update({(m.in_rows, config.width): 0 for m in _some(config.mamba)})
+    sizes.update({(config.width, m.inner): 0 for m in _some(config.mamba)})
+    for a in _some(config.attention):
+        sizes.update({(a.q_rows, config.width): 0, (a.kv_rows, config.width): 0})
+        sizes[config.width, a.q_rows] = 0
+    for m in (*_some(*config.moes), *_some(config.mtp_moe)):
+        sizes[m.experts, config.width] = 1
+        if m.latent:
+            sizes.update({(m.latent, config.width): 0, (config.width, m.latent): 0})
+    shared = [m.shared_width for m in (*_some(*config.moes), *_some(config.mtp_moe))]
+    for width in (*config.mlp_widths, config.mtp_mlp_width, *shared):
+        if width:
+            sizes.update({(width, config.width): 0, (config.width, width): 0})
+    if config.mtp:
+        sizes[config.width, 2 * config.width] = 0
+    return [Case(N=N, K=K, ieee=ieee) for (N, K), ieee in sizes.items()]
+
+
+def _some(*parts: Any) -> Iterator[Any]:
+    return (p for p in parts if p is not None)
+
+
+# Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not
+IEEE_ROWS = (16, 32)
+
+
+def _default(case: Case, tokens: int) -> Tile:
+    """Sane on Hopper and Blackwell without tuning; within 100 KB of shared memory."""
+    few = tokens <= 64
+    if case.ieee:  # no tensor core: small tiles
+        shape = {"BLOCK_T": 16, "BLOCK_N": 32} if few else {"BLOCK_T": 32, "BLOCK_N": 128}
+        shape |= {"BLOCK_K": 64, "SWAP": False, "num_warps": 4, "num_stages": 2}
+    elif few:
+        rows = max(16, next_pow2(tokens))
+        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128 if rows < 64 else 64}
+        shape |= {"SWAP": True, "num_warps": 4, "num_stages": 4}
+    else:
+        shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64}
+        shape |= {"SWAP": False, "num_warps": 8, "num_stages": 3}
+    splits = 1
+    if few:  # about two programs for each of a large GPU's processors, each with work to pipeline
+        tiles = cdiv(case.N, shape["BLOCK_N"])
+        while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
+            splits *= 2
+    return Tile(**shape, SPLITS=splits, GROUP=8)
+
+
+def _tiles(case: Case) -> list[Tile]:
+    base = Tile(GROUP=8, SPLITS=1, num_warps=4)
+    if case.ieee:
+        return [
+            base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SWAP=False, SPLITS=s, num_stages=2)
+            for t in IEEE_ROWS
+            for n in (32, 64, 128)
+            for k in (32, 64)
+            for s in (1, 4, 8)
+        ]
+    decode = [
+        base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SWAP=True, SPLITS=s, num_stages=g)
+        for t in (16, 32, 64)
+        for n in (64, 128)
+        for k in (64, 128)
+        for s in (1, 2, 4, 8)
+        for g in (3, 5)
+        if (t + n) * k * 2 * g <= 200 * 1024 and 256 * s <= case.K
+    ]
+    prefill = [
+        base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, SWAP=False, num_warps=w, num_stages=g, GROUP=p)
+        for t, n, w in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8))
+        for g in (3, 4)
+        for p in (4, 8)
+    ]
+    return decode + prefill
+
+
+def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    weight = case.N * case.K * (4 if case.ieee else dtype.itemsize)
+    rows = T * (case.K * dtype.itemsize + case.N * (4 if case.ieee else dtype.itemsize))
+    return Cost(2 * T * case.N * case.K, weight + rows)
+
+
+MATMUL = KernelSpec(
+    op=matmul,
+    kernels=(_matmul, _sum_splits),
+    cases=_cases,
+    small=[Case(N=80, K=64, ieee=0), Case(N=37, K=51, ieee=0), Case(N=33, K=1100, ieee=1)],
+    tokens=(1, 4, 16, 32, 64, 128, 256, 1024, 4096, 16384),
+    make=_make,
+    tiles=_tiles,
+    default=_default,
+    cost=_cost,
+    small_tokens=(0, 1, 3, 17, 130),
+    per_token=("x",),
+    strided=("x", "weight"),
+)
