@@ -41,7 +41,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the format's own limit
-_RELEASE_BYTES = 64 << 20  # pages read since the last release before they are given back
+_WINDOW = 64 << 20  # bytes asked for ahead of reading, and kept behind it
 _AGAIN = "Download the file again."
 
 
@@ -156,8 +156,8 @@ class ShardReader:
                 f"{shard.path} has {size} bytes, but had {shard.size} when its header was read. "
                 "Something is writing it; start again when it is complete."
             )
-        self._path = shard.path
-        self._released = 0
+        self._path, self._size = shard.path, size
+        self._released = self._asked = 0
 
     def __enter__(self) -> ShardReader:
         with self._path.open("rb") as file:
@@ -176,7 +176,7 @@ class ShardReader:
     def read(self, info: TensorInfo) -> torch.Tensor:
         """Return a tensor of the file, in its stored dtype and shape, on the CPU."""
         dtype = DTYPES[info.dtype]
-        self._release(info.begin)
+        self._advance(info.begin, info.end)
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=dtype)
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=info.nbytes, offset=info.begin)
@@ -184,9 +184,17 @@ class ShardReader:
             raw = raw.clone()
         return raw.view(dtype).view(info.shape)
 
-    def _release(self, position: int) -> None:
-        """Give pages before `position` back to the system, a good many at a time."""
-        position -= position % mmap.PAGESIZE
-        if position - self._released >= _RELEASE_BYTES:
-            self._map.madvise(mmap.MADV_DONTNEED, self._released, position - self._released)
-            self._released = position
+    def _advance(self, begin: int, end: int) -> None:
+        """Have the pages after `end` read in advance, and give those before `begin` back."""
+        if end > self._asked and self._asked < self._size:
+            until = min(self._size, _page(end + _WINDOW))
+            self._map.madvise(mmap.MADV_WILLNEED, self._asked, until - self._asked)
+            self._asked = until
+        if _page(begin) - self._released >= _WINDOW:
+            self._map.madvise(mmap.MADV_DONTNEED, self._released, _page(begin) - self._released)
+            self._released = _page(begin)
+
+
+def _page(position: int) -> int:
+    """The start of the page that holds `position`."""
+    return position - position % mmap.PAGESIZE
