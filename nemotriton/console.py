@@ -12,9 +12,9 @@ _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class LoadProgress(Protocol):
-    """Called as weights arrive: bytes so far of bytes in all."""
+    """Called as weights arrive: bytes so far, bytes in all, the tensor that came."""
 
-    def __call__(self, done: int, total: int) -> None: ...
+    def __call__(self, done: int, total: int, tensor: str, /) -> None: ...
 
 
 class Console:
@@ -50,7 +50,7 @@ class Console:
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
             task = bars.add_task("weights", total=None)
 
-            def update(done: int, total: int) -> None:
+            def update(done: int, total: int, tensor: str, /) -> None:
                 bars.update(task, completed=done, total=total)
 
             yield update
@@ -64,36 +64,32 @@ class Console:
             task = bars.add_task("requests", total=total)
             yield lambda: bars.advance(task)
 
-    def memory(self, total: int, parts: Mapping[str, int]) -> None:
-        """`memory   140 GiB: weights 17 · states 2 · ...`, all in the unit of the total."""
-        unit, size = _unit(total)
-        shown = " · ".join(f"{name} {_short(part / size)}" for name, part in parts.items())
-        self.line("memory", f"{_short(total / size)} {unit}: {shown}")
+    def memory(self, total: int, parts: Mapping[str, int], room: str) -> None:
+        """`memory   140 GiB: weights 17 GiB · states 2 GiB · ... · room for ...`."""
+        shown = " · ".join(f"{name} {bytes_text(size)}" for name, size in parts.items())
+        self.line("memory", f"{bytes_text(total)}: {shown} · room for {room}")
 
-    def logprobs(self, title: str, rows: Sequence[tuple[str, float, int]]) -> None:
-        """One line a token: its text, logprob and rank."""
-        if self._quiet:
-            return
-        self._out.print(title, style="dim")
-        for text, logprob, rank in rows:
-            self._out.print(f"  {logprob:9.4f}  {rank:6d}  {text!r}", style="dim")
-
-
-def _unit(size: int) -> tuple[str, int]:
-    for name, factor in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= factor:
-            return name, factor
-    return "KiB", 2**10
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    def logprobs(self, ids: Sequence[int], rows: Sequence[Mapping[int, Any] | None]) -> None:
+        """One line a token: logprob, rank, text; then the likeliest ones."""
+        for token, row in zip(ids, rows, strict=True):
+            if row is None:
+                self.say(f"{'-':>9} {'-':>6}  token {token}")
+                continue
+            best = sorted(row.values(), key=lambda entry: -entry.logprob)
+            others = "  ".join(f"{e.logprob:.3f} {e.decoded_token!r}" for e in best)
+            own = row[token]
+            self.say(f"{own.logprob:9.4f} {own.rank:6d}  {own.decoded_token!r}  of  {others}")
 
 
 def bytes_text(size: int) -> str:
     """A size for the eye: `17.2 GiB`."""
-    unit, factor = _unit(size)
-    return f"{_short(size / factor)} {unit}"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if size >= factor:
+            break
+    else:
+        unit, factor = "KiB", 2**10
+    value = size / factor
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def printable(text: str) -> str:

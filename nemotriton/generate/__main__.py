@@ -1,0 +1,132 @@
+"""The command: options in, exit code out (0 done, 1 could not, 2 wrong usage, 130 interrupted)."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from nemotriton.console import Console
+from nemotriton.errors import NemotritonError
+from nemotriton.generate import options as o
+from nemotriton.generate.prompts import UsageError, Work, gather, template_args
+from nemotriton.generate.run import View, run
+from nemotriton.generate.source import Machine, Source, implementations, no_drafts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PARAMS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
+    "prompt_logprobs",
+)
+
+
+class Command(TyperCommand):
+    """A command whose --synthetic may stand without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], ""]
+        spelled = [
+            "--synthetic=0" if arg == "--synthetic" and not after.isdecimal() else arg
+            for arg, after in zip(args, following)
+        ]
+        return super().parse_args(ctx, spelled)
+
+
+@app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    ctx: typer.Context,
+    model: o.Model = None,
+    prompt: o.Prompt = None,
+    file: o.File = None,
+    system: o.System = None,
+    raw: o.Raw = False,
+    template_arg: o.TemplateArg = None,
+    batch: o.Batch = None,
+    out: o.Out = None,
+    max_tokens: o.MaxTokens = None,
+    temperature: o.Temperature = None,
+    top_p: o.TopP = None,
+    top_k: o.TopK = None,
+    min_p: o.MinP = None,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    stop_token: o.StopToken = None,
+    ignore_eos: o.IgnoreEos = False,
+    repetition_penalty: o.RepetitionPenalty = None,
+    presence_penalty: o.PresencePenalty = None,
+    frequency_penalty: o.FrequencyPenalty = None,
+    logprobs: o.Logprobs = None,
+    prompt_logprobs: o.PromptLogprobs = None,
+    json: o.Json = False,
+    quiet: o.Quiet = False,
+    stats: o.Stats = True,
+    version: o.Version = False,
+    synthetic: o.Synthetic = None,
+    layers: o.Layers = None,
+    width_scale: o.WidthScale = None,
+    dtype: o.Dtype = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    device: o.Device = None,
+    memory: o.Memory = 0.9,
+    max_context: o.MaxContext = None,
+    max_requests: o.MaxRequests = None,
+    prefill_piece: o.PrefillPiece = None,
+    state_dtype: o.StateDtype = None,
+    impl: o.Impl = None,
+    drafts: o.Drafts = 0,
+) -> None:
+    """Answer prompts with a Nemotron-H model."""
+    console = Console(quiet)
+    with exit_codes(console):
+        no_drafts(drafts)
+        prompts, lines = gather(prompt, file, batch, out)
+        stated = {k: v for k in _PARAMS if (v := ctx.params[k]) is not None and v is not False}
+        tokens = stop_token or []
+        work = Work(
+            *(prompts, lines, out, system, raw, template_args(template_arg), stated, tokens)
+        )
+        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline)
+        forced = implementations(impl)
+        machine = Machine(
+            *(device, memory, max_context, max_requests, prefill_piece, state_dtype, forced)
+        )
+        answer(work, source, machine, View(console, json, stats))
+
+
+def answer(work: Work, source: Source, machine: Machine, view: View) -> None:
+    """Load the model and do the work. torch is imported here and not before."""
+    from nemotriton.generate.loading import opened
+
+    with opened(source, machine, view.console) as llm:
+        code = run(llm, work, view)
+    if code:
+        raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def exit_codes(console: Console) -> Iterator[None]:
+    """Every error on purpose becomes one line and an exit code."""
+    try:
+        yield
+    except UsageError as problem:
+        console.error(str(problem))
+        raise typer.Exit(2) from None
+    except NemotritonError as problem:
+        console.error(str(problem))
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:  # whoever read stdout has gone: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m nemotriton.generate")

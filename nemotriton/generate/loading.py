@@ -1,0 +1,71 @@
+"""A model opened as the command line asks, with what a person wants to know said on the way."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+from nemotriton.console import Console
+from nemotriton.engine.llm import LLM
+from nemotriton.engine.loading import EMBEDDED
+from nemotriton.generate.source import Machine, Source
+from nemotriton.text.tokens import ByteTokenizer
+
+
+@contextlib.contextmanager
+def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
+    """The model, closed at the end; NemotritonError where it cannot be had."""
+    with console.loading() as progress:
+        if source.synthetic is not None:
+            llm = LLM.synthetic(
+                EMBEDDED if source.model is None else source.model,
+                seed=source.synthetic,
+                layers=source.layers,
+                width_scale=source.width_scale,
+                dtype=source.dtype,
+                device=machine.device,
+                max_context=machine.max_context,
+                max_requests=machine.max_requests,
+                prefill_piece=machine.prefill_piece,
+                impl=machine.impl,
+                memory=machine.memory,
+                state_dtype=machine.state_dtype,
+                progress=progress,
+            )
+        else:
+            llm = LLM(
+                source.model,
+                dtype=source.dtype,
+                device=machine.device,
+                max_context=machine.max_context,
+                max_requests=machine.max_requests,
+                prefill_piece=machine.prefill_piece,
+                impl=machine.impl,
+                memory=machine.memory,
+                state_dtype=machine.state_dtype,
+                revision=source.revision,
+                offline=source.offline,
+                progress=progress,
+            )
+    with llm:
+        _introduce(llm, source, machine, console)
+        yield llm
+
+
+def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> None:
+    config = llm.config
+    kinds = " ".join(f"{kind.value}{n}" for kind, n in Counter(config.kinds).items())
+    dtype = str(llm.dtype).removeprefix("torch.")
+    console.line("model", f"{config.name}  {dtype} · {len(config.kinds)} layers {kinds}")
+    embedded = source.model is None
+    if source.synthetic is not None or (embedded and not any(EMBEDDED.glob("*.safetensors"))):
+        console.line("weights", "random: what this model says is noise")
+    for note in llm.notes:
+        console.line("weights", note)
+    plan = llm.plan
+    room = f"{plan.max_requests} requests of up to {plan.max_context:,} tokens"
+    console.memory(plan.available, plan.parts(), room)
+    if isinstance(llm.tokenizer, ByteTokenizer) and not embedded:
+        where = "" if llm.directory is None else f" in {llm.directory}"
+        console.line("tokens", f"no tokenizer.json{where}: text is read and written as bytes")
+    if llm.device.type == "cpu" and machine.device is None and not embedded:
+        console.line("device", "no CUDA device: the PyTorch twins run, expect seconds per token")

@@ -1,0 +1,185 @@
+"""Prompts through the engine: answers to stdout or a file, the rest to the console."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemotriton.console import Console, bytes_text, printable
+from nemotriton.engine.sampling import SamplingParams
+from nemotriton.errors import RequestError
+from nemotriton.generate.prompts import Work
+from nemotriton.text.answers import answer, batch_answer, failure
+from nemotriton.text.batch_file import BatchLine, BatchOutput
+
+if TYPE_CHECKING:
+    from nemotriton.engine.llm import LLM, CompletionOutput, Delta, RequestOutput
+
+_BAD_ENDS = {"error": "the model's logits are not finite", "abort": "it was cancelled"}
+
+
+@dataclass(frozen=True)
+class View:
+    """How results are shown."""
+
+    console: Console
+    as_json: bool
+    stats: bool
+
+
+def run(llm: "LLM", work: Work, view: View) -> int:
+    """Do the work; returns the exit code."""
+    if isinstance(sys.stdout.encoding, str) and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    if work.out is not None:
+        return _batch(llm, work, view)
+    params = work.params(llm.default_params, llm.tokenizer)
+    prompts = [work.tokens(prompt, llm.tokenizer) for prompt in work.prompts]
+    if len(prompts) == 1 and not view.as_json and params.prompt_logprobs is None:
+        code = _stream(llm, prompts[0], params, view)
+    else:
+        code = _many(llm, prompts, work.prompts, params, view)
+    if view.stats:
+        view.console.say(f"--- {_speed(llm)}")
+    return code
+
+
+def _stream(llm: "LLM", prompt: list[int], params: SamplingParams, view: View) -> int:
+    """One answer as it comes."""
+    ids: list[int] = []
+    rows: list[Any] = []
+    text, last = "", None
+    try:
+        for last in llm.stream(prompt, params):
+            ids += last.token_ids
+            rows += last.logprobs or ()
+            text = last.text or text
+            sys.stdout.write(_shown(last.text))
+            sys.stdout.flush()
+    finally:
+        if not text.endswith("\n"):
+            print(flush=True)
+    assert last is not None, "a stream ends with a delta that says why"
+    if rows:
+        view.console.logprobs(ids, rows)
+    return _say_end(last, len(ids), params, llm, view, "")
+
+
+def _many(
+    llm: "LLM", prompts: list[list[int]], texts: list[str], params: SamplingParams, view: View
+) -> int:
+    """All answers, in the order of the prompts, when all are there."""
+    with view.console.counting(len(prompts)) as count:
+        outputs = llm.generate(prompts, params, on_finish=lambda _: count())
+    codes = []
+    for i, (output, text) in enumerate(zip(outputs, texts, strict=True), 1):
+        completion = output.outputs[0]
+        if view.as_json:
+            print(json.dumps({"prompt": text} | answer(output), ensure_ascii=False), flush=True)
+        else:
+            print(
+                printable(completion.text) if sys.stdout.isatty() else completion.text, flush=True
+            )
+            if output.prompt_logprobs is not None:
+                view.console.logprobs(output.prompt_token_ids, output.prompt_logprobs)
+            if completion.logprobs is not None:
+                view.console.logprobs(completion.token_ids, completion.logprobs)
+        name = f"answer {i}: " if len(outputs) > 1 else ""
+        codes.append(_say_end(completion, len(completion.token_ids), params, llm, view, name))
+    return max(codes)
+
+
+def _batch(llm: "LLM", work: Work, view: View) -> int:
+    """Answers to a file as they end, but in the order of the requests."""
+    assert work.out is not None
+    with BatchOutput(work.out, work.lines) as out:
+        todo = work.lines[out.done :]
+        if out.done:
+            view.console.line("batch", f"{out.done} of {len(work.lines)} are answered already")
+        writer = _InOrder(out, todo)
+        served: list[tuple[int, list[int], SamplingParams]] = []
+        for i, line in enumerate(todo):
+            try:
+                params = work.params(llm.default_params, llm.tokenizer, line.params)
+                ids = work.batch_tokens(line, llm.tokenizer)
+                llm.engine.prepare(ids, params)
+                served.append((i, ids, params))
+            except RequestError as problem:
+                writer.put(i, failure(line, str(problem)), failed=True)
+        with view.console.counting(len(served)) as count:
+
+            def ended(output: "RequestOutput") -> None:
+                # requests are numbered as they are given, and this LLM has had no others
+                i = served[int(output.request_id)][0]
+                bad = output.outputs[0].finish_reason in _BAD_ENDS
+                writer.put(i, batch_answer(output, todo[i], llm.config.name), failed=bad)
+                count()
+
+            llm.generate([ids for _, ids, _ in served], [p for _, _, p in served], ended)
+    if view.stats:
+        view.console.say(f"--- {len(todo)} answers · {_speed(llm)}")
+    if writer.failed:
+        view.console.warn(f"{writer.failed} of {len(todo)} requests failed: {work.out} says why.")
+    return 1 if writer.failed else 0
+
+
+class _InOrder:
+    """Holds an answer back until those before it are written."""
+
+    def __init__(self, out: BatchOutput, lines: Sequence[BatchLine]) -> None:
+        self._out = out
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._next = 0
+        self.failed = 0
+
+    def put(self, index: int, record: dict[str, Any], failed: bool = False) -> None:
+        """The answer to the `index`-th request of this run."""
+        self.failed += failed
+        self._waiting[index] = record
+        while self._next in self._waiting:
+            self._out.append(self._waiting.pop(self._next))
+            self._next += 1
+
+
+def _shown(text: str) -> str:
+    """Text for stdout: as it is, but on a terminal nothing that would move its cursor."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _say_end(
+    end: "Delta | CompletionOutput",
+    tokens: int,
+    params: SamplingParams,
+    llm: "LLM",
+    view: View,
+    name: str,
+) -> int:
+    """Why an answer ended; returns the exit code."""
+    reason = end.finish_reason or "abort"
+    if reason in _BAD_ENDS:
+        view.console.error(f"{name}ended after {tokens} tokens: {_BAD_ENDS[reason]}.")
+        return 1
+    if reason == "length" and tokens == params.max_tokens:
+        view.console.warn(f"{name}stopped at --max-tokens {tokens}; raise it for a longer answer.")
+    elif reason == "length":
+        context = llm.plan.max_context
+        view.console.warn(f"{name}stopped after {tokens} tokens: the context of {context} is full.")
+    else:
+        why = "eos" if end.stop_reason is None else repr(end.stop_reason)
+        view.console.say(f"--- {name}{tokens} tokens · stop: {why}")
+    return 0
+
+
+def _speed(llm: "LLM") -> str:
+    stats = llm.stats()
+    parts = [f"{stats['output_tokens']} tokens"]
+    if stats["first_token_s"] is not None:
+        parts.append(f"first token {1000 * stats['first_token_s']:.0f} ms")
+    if stats["tokens_per_s"] is not None:
+        parts.append(f"{stats['tokens_per_s']:.1f} tok/s")
+    if stats["prompt_tokens_per_s"] is not None:
+        parts.append(f"prompt {stats['prompt_tokens_per_s']:.1f} tok/s")
+    if stats["peak_memory"] is not None:
+        parts.append(f"peak {bytes_text(stats['peak_memory'])}")
+    return " · ".join(parts)

@@ -1,0 +1,103 @@
+"""Which model, and how much of the machine: what can be checked before torch is imported."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemotriton.generate.prompts import UsageError
+from nemotriton.model.presets import PRESETS
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory, a Hugging Face id or `preset:NAME`; random weights where `synthetic` is a seed.
+
+    No `model` is the embedded one.
+    """
+
+    model: str | None
+    synthetic: int | None
+    layers: int | None
+    width_scale: float | None
+    dtype: str | None
+    revision: str | None
+    offline: bool
+
+    def __post_init__(self) -> None:
+        if self.preset is not None:
+            _known_preset(self.preset)
+            if self.synthetic is None:
+                raise UsageError(f"{self.model} has no weights: add --synthetic for random ones.")
+        for flag, value in (("--layers", self.layers), ("--width-scale", self.width_scale)):
+            if value is None:
+                continue
+            if self.synthetic is None:
+                raise UsageError(f"{flag} would cut real weights up: add --synthetic.")
+            if value <= 0:
+                raise UsageError(f"{flag} {value} is not above 0.")
+        if self.width_scale is not None and self.width_scale > 1:
+            raise UsageError(f"--width-scale {self.width_scale} is above 1.")
+        on_disk = self.model is None or self.preset is not None or Path(self.model).is_dir()
+        if self.revision is not None and on_disk:
+            raise UsageError("--revision is for a Hugging Face id; this model is on the disk.")
+        _one_of("--dtype", self.dtype)
+
+    @property
+    def preset(self) -> str | None:
+        """NAME of `preset:NAME`."""
+        if self.model is not None and self.model.startswith("preset:"):
+            return self.model.removeprefix("preset:")
+        return None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton."""
+
+    device: str | None
+    memory: float
+    max_context: int | None
+    max_requests: int | None
+    prefill_piece: int | None
+    state_dtype: str | None
+    impl: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory <= 1:
+            raise UsageError(f"--memory {self.memory:g} is no share: give a number in (0, 1].")
+        for name in ("max_context", "max_requests", "prefill_piece"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
+        _one_of("--state-dtype", self.state_dtype)
+
+
+def implementations(choices: list[str] | None) -> dict[str, str]:
+    """`ref`, `triton`, `OP=ref`, `OP=triton` (later ones win) as kernels.op.use takes them."""
+    found: dict[str, str] = {}
+    for choice in choices or ():
+        op, equals, name = choice.rpartition("=")
+        if name not in ("ref", "triton") or (equals and not op):
+            raise UsageError(f"--impl {choice}: give ref, triton, OP=ref or OP=triton.")
+        found[op or "*"] = name
+    return found
+
+
+def no_drafts(drafts: int) -> None:
+    """Drafting has its option before it is built, so that scripts can switch it off already."""
+    if drafts != 0:
+        raise UsageError(f"--drafts {drafts}: drafting is not built yet. Give 0 or leave it out.")
+
+
+def _known_preset(name: str) -> None:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, 1)
+        hint = f" Did you mean preset:{near[0]}?" if near else ""
+        raise UsageError(f"no preset {name!r}.{hint} There are {', '.join(PRESETS)}.")
+
+
+def _one_of(flag: str, value: str | None) -> None:
+    if value is not None and value not in _DTYPES:
+        raise UsageError(f"{flag} {value}: give one of {', '.join(_DTYPES)}.")

@@ -1,0 +1,152 @@
+"""Wrong command lines: exit code 2, one message that names value and remedy, nothing on stdout."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nemotriton.engine.sampling import SamplingParams
+from nemotriton.generate.__main__ import app
+from nemotriton.generate.prompts import UsageError, gather
+
+OK = {"prompt": "a"}
+
+
+def invoke(*args: str, stdin: bytes | None = None) -> tuple[int, str, str]:
+    """Exit code, stdout, and stderr as one line (the error box folds long ones)."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(app, list(args), input=stdin)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (["--temprature", "1"], ["--temprature", "--temperature"]),
+        (["-p", "a", "--max-tokens", "many"], ["--max-tokens", "valid integer"]),
+        (["-p"], ["-p", "requires an argument"]),
+        (["one", "two", "-p", "a"], ["unexpected extra argument", "two"]),
+        (["-p", "a", "--memory", "1.5"], ["--memory 1.5", "(0, 1]"]),
+        (["-p", "a", "--memory", "0"], ["--memory 0", "(0, 1]"]),
+        (["-p", "a", "--max-context", "0"], ["--max-context 0", "above 0"]),
+        (["-p", "a", "--max-requests", "-1"], ["--max-requests -1", "above 0"]),
+        (["-p", "a", "--prefill-piece", "0"], ["--prefill-piece 0", "above 0"]),
+        (["-p", "a", "--dtype", "int4"], ["--dtype int4", "bfloat16"]),
+        (["-p", "a", "--state-dtype", "fp8"], ["--state-dtype fp8", "float32"]),
+        (["-p", "a", "--impl", "cuda"], ["--impl cuda", "OP=ref"]),
+        (["-p", "a", "--impl", "=ref"], ["--impl =ref", "OP=ref"]),
+        (["-p", "a", "--impl", "ssd_prefill=fast"], ["--impl ssd_prefill=fast", "OP=triton"]),
+        (["-p", "a", "--drafts", "3"], ["--drafts 3", "not built yet", "Give 0"]),
+        (["preset:nano-30b", "-p", "a"], ["preset:nano-30b", "no weights", "--synthetic"]),
+        (["preset:nano-30", "-p", "a"], ["no preset 'nano-30'", "Did you mean preset:nano-30b?"]),
+        (["preset:gpt", "--synthetic", "-p", "a"], ["no preset 'gpt'", "super-120b"]),
+        (["DIR", "-p", "a", "--layers", "2"], ["--layers", "real weights", "--synthetic"]),
+        (["DIR", "-p", "a", "--width-scale", "0.5"], ["--width-scale", "--synthetic"]),
+        (["-p", "a", "--layers", "0"], ["--layers 0", "above 0"]),
+        (["-p", "a", "--width-scale", "2"], ["--width-scale 2", "above 1"]),
+        (["DIR", "-p", "a", "--synthetic", "x"], ["unexpected extra argument", "x"]),
+        (["-p", "a", "--revision", "main"], ["--revision", "Hugging Face id"]),
+        (["-p", ""], ["a prompt is empty", "at least one character"]),
+        (["-p", "a", "--raw", "-s", "b"], ["--system", "--raw"]),
+        (["-p", "a", "--raw", "--template-arg", "x=1"], ["--template-arg", "--raw"]),
+        (["-p", "a", "--template-arg", "thinking"], ["'thinking'", "NAME=VALUE"]),
+        (["-p", "a", "--template-arg", "a b=1"], ["'a b=1'", "NAME=VALUE"]),
+        (["-f", "no/such/file"], ["--file no/such/file", "No such file"]),
+        (["--batch", "in.jsonl"], ["--batch needs --out"]),
+        (["--out", "out.jsonl"], ["--out needs --batch"]),
+        (["--batch", "no.jsonl", "--out", "o"], ["no.jsonl", "cannot be read"]),
+        (["-p", "a", "--temperature", "-1"], ["temperature=-1.0", "0 for greedy"]),
+        (["-p", "a", "--top-p", "0"], ["top_p=0.0", "(0, 1]"]),
+        (["-p", "a", "--top-k", "-2"], ["top_k=-2", "0 for all"]),
+        (["-p", "a", "--min-p", "1.1"], ["min_p=1.1", "[0, 1]"]),
+        (["-p", "a", "-n", "0"], ["max_tokens=0", ">= 1"]),
+        (["-p", "a", "--stop", ""], ["stop=", "none of them empty"]),
+        (["-p", "a", "--repetition-penalty", "0"], ["repetition_penalty=0.0", "> 0"]),
+        (["-p", "a", "--presence-penalty", "3"], ["presence_penalty=3.0", "[-2, 2]"]),
+        (["-p", "a", "--frequency-penalty", "-3"], ["frequency_penalty=-3.0", "[-2, 2]"]),
+        (["-p", "a", "--seed", str(2**64)], ["seed=", "64-bit"]),
+        (["-p", "a", "--logprobs", "-1"], ["logprobs=-1", ">= 0"]),
+        (["-p", "a", "--prompt-logprobs", "-1"], ["prompt_logprobs=-1", ">= 0"]),
+    ],
+)
+def test_wrong_options(args: list[str], words: list[str]) -> None:
+    code, out, err = invoke(*args)
+    assert (code, out) == (2, ""), err
+    for word in words:
+        assert word in err
+    assert "Traceback" not in err
+
+
+TALK = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "lines,extra,words",
+    [
+        ([OK, "{"], [], ["line 2: not JSON"]),
+        ([OK], ["-p", "a"], ["--batch brings its own prompts", "--prompt"]),
+        ([OK], ["-s", "a"], ["--system does not reach into a batch"]),
+        ([OK, TALK], ["--raw"], ["--raw", "line 2", "conversation"]),
+        ([OK, OK | {"temperature": -1}], [], ["line 2: temperature=-1", "greedy"]),
+        ([OK | {"stop": 3}], [], ["line 1: stop=3", "a string"]),
+        ([OK | {"max_tokens": "9"}], [], ["line 1: max_tokens='9'", ">= 1"]),
+        ([OK], ["--out", "{in}"], ["is the batch file itself"]),
+    ],
+)
+def test_wrong_batches(
+    tmp_path: Path, lines: list[object], extra: list[str], words: list[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    args = ["--batch", str(path), "--out", str(tmp_path / "out.jsonl"), *extra]
+    code, out, err = invoke(*(a.replace("{in}", str(path)) for a in args))
+    assert (code, out) == (2, ""), err
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_wrong_standard_input() -> None:
+    assert invoke(stdin=b"")[0] == 2
+    code, out, err = invoke(stdin=b"caf\xe9")
+    assert (code, out) == (2, "")
+    assert "stdin is not UTF-8 at byte 3" in err
+    code, out, err = invoke("-p", "-", stdin=b"\n")
+    assert (code, out) == (2, "")
+    assert "a prompt is empty" in err
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    code, out, err = invoke("-f", str(tmp_path / "latin"))
+    assert (code, out) == (2, "")
+    assert "latin is not UTF-8 at byte 3" in err
+
+
+def test_no_prompt_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UsageError, match="no prompt: give --prompt TEXT, --file PATH, or pipe"):
+        gather(None, None, None, None)
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"]])
+def test_help_and_version_import_no_torch(args: list[str]) -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['generate', *sys.argv[1:]]\n"
+        "try: runpy.run_module('nemotriton.generate', run_name='__main__')\n"
+        "finally: sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton')) * 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nemotriton ") or "--temperature" in done.stdout
+
+
+def test_help_shows_the_defaults() -> None:
+    code, out, _ = invoke("--help")
+    assert code == 0
+    assert str(SamplingParams().max_tokens) in out
+    for option in ("--batch", "--synthetic", "--impl", "--max-context", "--json", "--revision"):
+        assert option in out
