@@ -99,7 +99,8 @@ class Completion:
         if self._stream is None or (is_end and not params.include_stop_str_in_output):
             return
         text = self._stream.push([token])
-        self.text += self._stops.push(text) if count > params.min_tokens else text
+        stops = self._stops
+        self.text += stops.push(text) if count > params.min_tokens else stops.skip(text)
 
     def close(self) -> str | None:
         """Give out what was held back; a stop string if that completes one."""

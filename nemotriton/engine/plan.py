@@ -18,6 +18,7 @@ from nemotriton.model.config import LayerKind, ModelConfig
 DEFAULT_REQUESTS = 64
 _COMPANY = 8  # requests that a context nobody asked for makes room for
 _COPIES = 4  # of a step's logits, while they are penalised, sorted and summed
+_SHORTEST = 1024  # context that is never undercut unasked
 _KV_SPLITS = 32  # partial results of attention over a split context
 _MARGIN = 1.25  # fragments, and what the estimate of `work` overlooks
 
@@ -88,17 +89,21 @@ class _Planner:
     where: str
 
     def plan(self) -> CachePlan:
-        context = self.wishes.max_context or self.config.max_context
         requests = self.wishes.max_requests or 1
-        if self.wishes.max_context is None:
-            company = self.wishes.max_requests or _COMPANY
-            context = self.longest(context, company) or self.longest(context, requests) or context
+        context = self.wishes.max_context or self.unasked(requests)
         if not self.fits(context, requests):
             raise CapacityError(self.refusal(context, requests))
         if self.wishes.max_requests is None:
             most = largest(lambda n: self.leaves_half(context, n), 1, DEFAULT_REQUESTS) or 1
             requests = max(most, self.most_requests(context, _COMPANY) or 1)
         return self.divided(context, requests)
+
+    def unasked(self, requests: int) -> int:
+        """The model's context, or what of it fits beside some requests, if that is of use."""
+        full = self.config.max_context
+        company = self.wishes.max_requests or _COMPANY
+        found = self.longest(full, company) or self.longest(full, requests) or 0
+        return max(found, min(full, _SHORTEST))
 
     def divided(self, context: int, requests: int) -> CachePlan:
         """The plan for a context and a number of requests that fit."""

@@ -292,6 +292,13 @@ class StopStrings:
         if stop:
             self.stopped, self._waiting = stop, ""
             return whole[: end if self._include else start]
+        return self._hold(whole)
+
+    def skip(self, text: str) -> str:
+        """As `push`, for text in which no stop string ends; one may begin in it."""
+        return self._hold(self._waiting + text)
+
+    def _hold(self, whole: str) -> str:
         kept = len(whole) - self._possible(whole)
         self._waiting = whole[kept:]
         return whole[:kept]
