@@ -83,29 +83,32 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Nemot
                 p.mul_(50.0)
             elif key.endswith("lm_head.weight"):
                 p.mul_(10.0)
-            elif p.dim() >= 2 and "conv1d" not in key:
-                p.mul_(4.0)
-            elif key.endswith("bias") and "dt_bias" not in key:
+            elif p.dim() >= 2:
+                p.mul_(3.0 if "conv1d" in key else 4.0)
+            elif key.endswith(".D"):
+                p.mul_(0.1)
+            elif key.endswith("dt_bias"):  # steps large enough for the states to matter
+                p.copy_(torch.rand_like(p) * 4 - 2)
+            elif key.endswith("bias"):
                 p.copy_(torch.randn_like(p) * 0.1)
             elif key.endswith("norm.weight") or "norm_f" in key:
                 p.copy_(1 + 0.2 * torch.randn_like(p))
         for key, b in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 b.copy_(torch.randn_like(b) * 0.2)
+        if config.tie_word_embeddings:  # another key it ignores
+            model.lm_head.weight.copy_(model.model.embeddings.weight)
     return settle(model)
 
 
 def _honour(config: NemotronHConfig, model: NemotronHForCausalLM) -> None:
-    """Two keys of the family that transformers reads and then ignores: biases in attention, and a
-    head tied to the embedding."""
+    """transformers reads the key for biases in attention and then ignores it."""
     if config.attention_bias:
         for module in model.modules():
             for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
                 plain = getattr(module, name, None)
                 if isinstance(plain, torch.nn.Linear):
                     plain.bias = torch.nn.Parameter(torch.zeros(plain.out_features))
-    if config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embeddings.weight
 
 
 def settle(model: NemotronHForCausalLM) -> NemotronHForCausalLM:
