@@ -19,6 +19,7 @@ CPU. Nothing larger than 256 MiB is allocated beside the weights.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping
@@ -204,6 +205,7 @@ def write_checkpoint(
                 writer.add(stored, tensor if stacked or not entry.experts else tensor[index])
                 if entry.matrix and entry.role is not Role.SCALE:
                     modules[stored.rpartition(".")[0]] = entry.matrix
-        writer.add_json("config.json", config.to_json())
+        named = dataclasses.replace(config, dtype=str(dtype).removeprefix("torch."))
+        writer.add_json("config.json", named.to_json())
         if scheme is not UNQUANTISED:
             writer.add_json("hf_quant_config.json", export_scheme(scheme, modules))
