@@ -58,6 +58,8 @@ _STORAGE = {
     Algorithm.W4A16_NVFP4: Format.NVFP4,
 }
 
+_ALGORITHMS = {algorithm.value.upper(): algorithm for algorithm in Algorithm}
+
 # How files may spell the path of the trunk's modules; the canonical name has no prefix.
 TRUNK_PREFIXES = (
     "language_model.backbone.",
@@ -253,8 +255,7 @@ def parse_config(section: dict[str, Any]) -> QuantScheme:
 def _algorithm(value: object, where: str, subject: str) -> Algorithm:
     if value is None:
         return Algorithm.NONE
-    known = {algorithm.value.upper(): algorithm for algorithm in Algorithm}
-    algorithm = known.get(str(value).upper())
+    algorithm = _ALGORITHMS.get(str(value).upper())
     if algorithm is None:
         raise ConfigError(
             f"{where}: quant_algo {value!r} of {subject} is not supported. Supported: FP8, NVFP4, "

@@ -18,10 +18,15 @@ from typing import NamedTuple
 
 from nemotriton.model.formats import TRUNK_PREFIXES
 
-_TOP: tuple[tuple[str, str], ...] = (
-    (r"(?:embedding|embed_tokens|word_embeddings)\.weight", "embeddings.weight"),
-    (r"(?:norm|final_norm|final_layernorm)\.weight", "norm_f.weight"),
-)
+# Whole names outside the layers.
+_TOP = {
+    "embedding.weight": "embeddings.weight",
+    "embed_tokens.weight": "embeddings.weight",
+    "word_embeddings.weight": "embeddings.weight",
+    "norm.weight": "norm_f.weight",
+    "final_norm.weight": "norm_f.weight",
+    "final_layernorm.weight": "norm_f.weight",
+}
 # Rules for names inside layers: what the name ends with, what that becomes, and whether the value
 # must be inverted.
 _ENDINGS: tuple[tuple[str, str, bool], ...] = (
@@ -41,6 +46,7 @@ _ENDINGS: tuple[tuple[str, str, bool], ...] = (
     (".mixer.attn.k_scale", ".mixer.k_proj.k_scale", False),
     (".mixer.attn.v_scale", ".mixer.v_proj.v_scale", False),
 )
+_LAST_PARTS = {ending.rpartition(".")[2] for ending, _, _ in _ENDINGS}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
@@ -58,16 +64,16 @@ def rename(name: str) -> Renamed:
     """Return where the tensor `name` of a file belongs; unknown names pass through unchanged."""
     prefix = next((p for p in TRUNK_PREFIXES if name.startswith(p)), "")
     rest = name[len(prefix) :]
-    for pattern, canonical in _TOP:
-        if re.fullmatch(pattern, rest):
-            return Renamed(canonical, None, False, prefix)
+    if rest in _TOP:
+        return Renamed(_TOP[rest], None, False, prefix)
     expert, inverted = None, False
     match = _EXPERT.search(rest)
     if match:
         expert = int(match[1])
         rest = f"{rest[: match.start()]}.experts.{rest[match.end() :]}"
-    for ending, canonical, invert in _ENDINGS:
-        if rest.endswith(ending):
-            rest, inverted = rest.removesuffix(ending) + canonical, invert
-            break
+    if rest.rpartition(".")[2] in _LAST_PARTS:
+        for ending, canonical, invert in _ENDINGS:
+            if rest.endswith(ending):
+                rest, inverted = rest.removesuffix(ending) + canonical, invert
+                break
     return Renamed(rest, expert, inverted, prefix)
