@@ -315,7 +315,9 @@ class LLM:
 
     def _cancel(self, groups: Sequence[Group]) -> None:
         """End what has not ended, at once; nothing is left behind by an error or an early exit."""
-        engine = self.engine
+        engine = self._engine
+        if engine is None:  # a stream that is dropped after `close`: everything has ended
+            return
         for group in groups:
             if not group.finished:
                 engine.cancel(group.id)
