@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _CONTROL = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
 _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
@@ -83,11 +84,7 @@ class Console:
 
 def bytes_text(size: int) -> str:
     """A size for the eye: `17.2 GiB`."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
-        if size >= factor:
-            break
-    else:
-        unit, factor = "KiB", 2**10
+    unit, factor = next((u for u in _UNITS if size >= u[1]), _UNITS[-1])
     value = size / factor
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 

@@ -142,9 +142,10 @@ def _file(path: Path) -> str:
 def _text(data: bytes, name: str) -> str:
     """UTF-8, less the final newline that `echo` and editors add."""
     try:
-        return data.decode("utf-8").removesuffix("\n")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as problem:
         raise UsageError(f"{name} is not UTF-8 at byte {problem.start}: convert it.") from None
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
 
 
 def template_args(pairs: list[str] | None) -> dict[str, Any]:

@@ -50,8 +50,9 @@ def _stream(llm: "LLM", prompt: list[int], params: SamplingParams, view: View) -
     ids: list[int] = []
     rows: list[Any] = []
     text, last = "", None
+    deltas = llm.stream(prompt, params)
     try:
-        for last in llm.stream(prompt, params):
+        for last in deltas:
             ids += last.token_ids
             rows += last.logprobs or ()
             text = last.text or text
