@@ -94,7 +94,7 @@ def test_preemption_changes_nothing(params: SamplingParams) -> None:
         assert ids_of(group) == alone(prompt_of(n), params), f"prompt of {n}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_schedule_gives_what_each_gives_alone(data: st.DataObject) -> None:
     pages = data.draw(st.integers(8, 30), "pages")
@@ -159,6 +159,11 @@ def test_several_completions_of_a_prompt() -> None:
     texts = [tuple(o.token_ids) for o in output.outputs]
     assert [o.index for o in output.outputs] == [0, 1, 2]
     assert len(set(texts)) == 3
+    scored = SamplingParams(n=2, max_tokens=2, prompt_logprobs=0)
+    group = submit(engine, prompt_of(5), scored)
+    finish(engine)
+    rows = [c.request.prompt_logprobs for c in group.completions]
+    assert [len(r) for r in rows] == [5, 1], "the prompt is scored once"
     one = SamplingParams(temperature=1.0, max_tokens=7, seed=11)
     assert list(texts[0]) == alone(prompt_of(5), one), "the first has the seed itself"
 

@@ -163,20 +163,33 @@ def test_chat_without_a_template_says_so(llm: LLM) -> None:
 
 
 # ------------------------------------------------------------------------- cuts of the work
+Traces = tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def traces(made: LLM) -> Traces:
+    """Greedy tokens behind a prompt of 130, its logits, and the states they leave in slot 0."""
+    tokens = ids_of(made.generate(prompt_of(130), GREEDY))[0]
+    logits = made.logits(prompt_of(130))
+    mamba = made.runner.caches.mamba
+    assert mamba is not None
+    return tokens, logits, mamba.ssm[:, 0].clone(), mamba.conv[:, 0].clone()
+
+
 @pytest.fixture(scope="module")
-def whole(llm: LLM) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens behind a prompt of 130, and its logits, prefilled whole."""
-    return ids_of(llm.generate(prompt_of(130), GREEDY))[0], llm.logits(prompt_of(130))
+def whole() -> Traces:
+    with tiny() as uncut:
+        return traces(uncut)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 16, 31, 32, 33, 127, 128, 129])
-def test_pieces(piece: int, whole: tuple[list[int], torch.Tensor]) -> None:
+def test_pieces(piece: int, whole: Traces) -> None:
     """The tiny model's SSD chunk is 32."""
     with tiny(piece) as cut:
         poison(cut)
-        assert ids_of(cut.generate(prompt_of(130), GREEDY)) == [whole[0]]
-        logits = cut.logits(prompt_of(130))
-        assert float((logits - whole[1]).abs().max()) <= 1e-5 * float(whole[1].abs().max())
+        got = traces(cut)
+    assert got[0] == whole[0]
+    for a, b in zip(got[1:], whole[1:]):
+        assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max())
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "warm"])

@@ -5,6 +5,7 @@ Built once a step on the host and moved in two copies, one of 64-bit and one of 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -100,7 +101,7 @@ class _Packer:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.values: list[int] = []
+        self.values = array("q" if dtype is torch.int64 else "i")
         self.sections: list[tuple[int, int]] = []
 
     def add(self, values: Iterable[int]) -> None:
@@ -110,7 +111,7 @@ class _Packer:
         self.values.extend([0] * (-len(self.values) % (_ALIGN // self.dtype.itemsize)))
 
     def upload(self, device: torch.device | str) -> list[Tensor]:
-        host = torch.tensor(self.values, dtype=self.dtype)
+        host = torch.frombuffer(self.values, dtype=self.dtype)
         if torch.device(device).type == "cuda":
             host = host.pin_memory()
         whole = host.to(device, non_blocking=True)
@@ -134,9 +135,11 @@ def _pack_span(short: _Packer, pieces: Sequence[Piece]) -> None:
     short.add(cu)
     short.add(p.request.slot for p in pieces)
     short.add(p.end for p in pieces)
-    short.add(
-        page for p in pieces for page in p.request.pages + [-1] * (width - len(p.request.pages))
-    )
+    table: list[int] = []
+    for p in pieces:
+        table += p.request.pages
+        table += [-1] * (width - len(p.request.pages))
+    short.add(table)
 
 
 def _span(pieces: Sequence[Piece], start: int, packed: Sequence[Tensor]) -> Span:

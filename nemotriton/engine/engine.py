@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -188,12 +188,12 @@ class Engine:
                 id=f"{number}-{index}",
                 arrival=self._arrivals + index,
                 prompt=prepared.ids,
-                params=params,
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
                 seed=seed if index == 0 else mix_seed(seed, index),
                 limit=prepared.limit,
                 stop_ids=ends | frozenset(params.stop_token_ids or ()),
                 keep_logits=prepared.keep_logits,
-                prompt_logprobs=[None] if params.prompt_logprobs is not None else [],
+                prompt_logprobs=[None],
             )
             for index in range(params.n)
         ]

@@ -205,7 +205,7 @@ class _Planner:
         changes = self.changes(context, requests)
         if changes:
             return text + f"Would fit: {', or '.join(changes)}."
-        least = self.smaller(prefill_piece=1, drafts=0).need(1, 1)
+        least = self.smaller(1, drafts=0).need(1, 1)
         return text + (
             "No smaller max_context, max_requests or prefill_piece is enough: weights and the "
             f"least beside them take {least / size:.1f} {unit}. Use a quantised checkpoint, or a "
@@ -219,22 +219,24 @@ class _Planner:
             "max_context": self.longest(context, requests),
             "max_requests": self.most_requests(context, requests),
             "prefill_piece": largest(
-                lambda n: self.smaller(prefill_piece=n).fits(context, requests), 1, w.prefill_piece
+                lambda n: self.smaller(n).fits(context, requests), 1, w.prefill_piece
             ),
         }
         changes = [f"{name}={value}" for name, value in found.items() if value]
-        if w.drafts and self.smaller(drafts=0).fits(context, requests):
+        if w.drafts and self.smaller(w.prefill_piece, drafts=0).fits(context, requests):
             changes.append("drafts=0")
         if not changes:
-            small = self.smaller(prefill_piece=min(w.prefill_piece, 256), drafts=0)
+            small = self.smaller(min(w.prefill_piece, 256), drafts=0)
             most = small.longest(context, 1)
             if most:
                 piece = small.wishes.prefill_piece
                 changes = [f"max_context={most} with max_requests=1, prefill_piece={piece}"]
         return changes
 
-    def smaller(self, **wishes: int) -> _Planner:
-        return replace(self, wishes=replace(self.wishes, **wishes))
+    def smaller(self, piece: int, drafts: int | None = None) -> _Planner:
+        """The same with other prefill pieces and perhaps other drafts."""
+        drafts = self.wishes.drafts if drafts is None else drafts
+        return replace(self, wishes=replace(self.wishes, prefill_piece=piece, drafts=drafts))
 
 
 def pages_for(tokens: int) -> int:
