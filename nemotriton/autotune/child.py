@@ -36,7 +36,7 @@ class ChildRunner:
         self.pipe: Connection | None = None
 
     def facts(self) -> Facts:
-        return self._must("facts")
+        return self.call("facts")
 
     def trial(self, point: Point, tile: Tile | None) -> Trial:
         try:
@@ -51,12 +51,13 @@ class ChildRunner:
             return str(how)
 
     def race(self, point: Point, tiles: Sequence[Tile | None]) -> list[Timing]:
-        return self._must("race", point, tiles)
+        return self.call("race", point, tiles)
 
     def close(self) -> None:
         self._end(2.0)
 
-    def _must(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
+        """Any method of the Runner; MeasuringFailed when the child does not live to answer."""
         try:
             return self._ask(name, *args)
         except _Died as how:

@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 from nemotriton import __version__
 
@@ -38,6 +39,21 @@ def version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def clocks() -> dict[str, int]:
+    """The present clocks in MHz of the first GPU's SMs and memory; {} where they cannot be read."""
+    try:
+        nvml: Any = import_module("pynvml")
+    except ImportError:
+        return {}
+    try:
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+        kinds = {"sm": nvml.NVML_CLOCK_SM, "memory": nvml.NVML_CLOCK_MEM}
+        return {name: int(nvml.nvmlDeviceGetClockInfo(gpu, kind)) for name, kind in kinds.items()}
+    except nvml.NVMLError:
+        return {}
 
 
 def today() -> str:

@@ -57,7 +57,9 @@ class Point:
 
     @property
     def default(self) -> Tile:
-        return self.spec.default(self.case, self.tokens)
+        """The tile of an untuned call, which the op chooses by the bucket of its tokens."""
+        upto = next((b for b in self.spec.tokens if self.tokens <= b), self.tokens)
+        return self.spec.default(self.case, upto)
 
     def __str__(self) -> str:
         return f"{self.op} {self.case!r} {self.dtype} T={self.tokens}"
@@ -229,12 +231,19 @@ def tensors(args: Args) -> list[torch.Tensor]:
 class Gate:
     """Twin and oracle of a point, computed once and held against every tile."""
 
-    def __init__(self, point: Point, where: torch.device, tokens: int) -> None:
+    def __init__(
+        self,
+        point: Point,
+        where: torch.device,
+        tokens: int,
+        make: Callable[..., Args] | None = None,
+    ) -> None:
         self.spec = point.spec
         self.op = point.op
         self.tokens = tokens
         rng = parity.generator(seed_of(point), where)
-        self.args = self.spec.make(point.case, tokens, where, DTYPES[point.dtype], rng)
+        build = make or self.spec.make
+        self.args = build(point.case, tokens, where, DTYPES[point.dtype], rng)
         self.twin = parity.run(self.spec, self.args, ref=True)
         self.oracle = parity.oracle(self.spec, self.args)
         self.own = {k: _distance(self.twin[k], v) for k, v in self.oracle.items()}

@@ -1,0 +1,169 @@
+"""`python -m bench.report FILES`: rows as tables or a picture, what moved, and the README's table.
+
+`--against OLD` shows only rows that moved by more than both measurements' spread: whose intervals
+from the 20th to the 80th percentile do not overlap. `--readme FILE` writes the kernel table between
+the two marker lines, from rows that passed their gate.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bench import rows
+from bench.cli import application, run
+from bench.rows import BenchError, Row
+from nemotriton.errors import require
+
+app = application(__doc__)
+BEGIN, END = "<!-- kernel table -->", "<!-- end of kernel table -->"
+WIDTH = 6  # token counts that the README's table has room for
+
+
+# ------------------------------------------------------------------------------------ what moved
+def moved(new: Sequence[Row], old: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Pairs (new, old) of the same thing that differ by more than the spread, or in status."""
+    before = {rows.identity(r): r for r in old}
+    pairs = [(r, before[rows.identity(r)]) for r in new if rows.identity(r) in before]
+    return [(a, b) for a, b in pairs if a["status"] != b["status"] or apart(a, b)]
+
+
+def apart(a: Row, b: Row) -> bool:
+    """Do the two measured intervals leave a gap?"""
+    if a["us"] is None or b["us"] is None:
+        return False
+    return bool(a["p20"] > b["p80"] or b["p20"] > a["p80"])
+
+
+def against(new: Sequence[Row], old: Sequence[Row]) -> str:
+    """The moved rows, slowest change first, and how many rows were compared."""
+    lines = ["| kernel | case | tokens | provider | before us | now us | ratio |"]
+    lines.append("|---|---|--:|---|--:|--:|--:|")
+    pairs = moved(new, old)
+
+    def ratio(pair: tuple[Row, Row]) -> float:
+        now, before = pair
+        return now["us"] / before["us"] if now["us"] and before["us"] else float("inf")
+
+    for pair in sorted(pairs, key=ratio, reverse=True):
+        now, before = pair
+        values = [rows.number(r["us"], ".2f") or rows.said(r) for r in (before, now)]
+        text = f"{ratio(pair):.3f}" if ratio(pair) != float("inf") else ""
+        cells = [now["kernel"], rows.case_text(now["case"]), str(now["tokens"]), now["provider"]]
+        lines.append("| " + " | ".join([*cells, *values, text]) + " |")
+    both = {rows.identity(r) for r in new} & {rows.identity(r) for r in old}
+    alone = len(new) + len(old) - 2 * len(both)
+    lines.append(f"\n{len(both)} rows compared, {len(pairs)} moved, {alone} in one file only")
+    return "\n".join(lines) + "\n"
+
+
+# ---------------------------------------------------------------------------------------- README
+def table(found: Sequence[Row]) -> str:
+    """A line a kernel and case, a column a token count: microseconds and share of the ceiling."""
+    good = [r for r in found if r["provider"] == "nemotriton"]
+    counts = Counter(r["tokens"] for r in good)
+    shown = sorted(t for t, _ in counts.most_common(WIDTH))
+    lines = ["| kernel | case | " + " | ".join(f"{t:,} tokens" for t in shown) + " |"]
+    lines.append("|---|---|" + "--:|" * len(shown))
+    groups: dict[tuple[str, str], dict[int, Row]] = {}
+    for r in good:
+        groups.setdefault((r["kernel"], rows.case_text(r["case"])), {})[r["tokens"]] = r
+    for (kernel, case), by_tokens in sorted(groups.items()):
+        cells = [short(by_tokens.get(t)) for t in shown]
+        if any(cells):
+            lines.append(f"| {kernel} | {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def short(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row["us"] is None:
+        return rows.said(row)
+    us = row["us"]
+    return f"{us:,.{0 if us >= 1000 else 1}f} us, {row['roofline_pct']:.0f} %"
+
+
+def write_table(readme: Path, found: Sequence[Row]) -> None:
+    """Replace what stands between the markers of `readme`; BenchError where they are missing."""
+    require(bool(found), "there are no rows to make a table of", BenchError)
+    text = readme.read_text() if readme.exists() else ""
+    head, _, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    require(end != "", f"{readme} lacks the lines {BEGIN!r} and {END!r}", BenchError)
+    r = found[0]
+    made = f"{r['gpu']}, {r['date']}, commit {r['commit'] or 'unknown'}"
+    made += " with local changes" if any(x["dirty"] for x in found) else ""
+    limits = r["ceilings"]
+    told = (
+        f"{made}; torch {r['torch']}, triton {r['triton']}. Microseconds, and the share of the "
+        f"binding ceiling measured in the same run: copy {limits['copy_gbs'] / 1e3:.2f} TB/s, "
+        f"bf16 matmul {limits['bf16_tflops']:.0f} TFLOP/s."
+    )
+    readme.write_text(f"{head}{BEGIN}\n{told}\n\n{table(found)}\n{END}{tail}")
+
+
+# ---------------------------------------------------------------------------------------- picture
+def roofline(found: Sequence[Row], file: Path) -> None:
+    """Achieved TFLOP/s over operations a byte, below the measured ceilings; one picture a GPU."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise BenchError("a picture needs: pip install 'nemotriton[bench]'") from error
+    good = [r for r in found if r["us"] is not None and r["tflops"] and r["gbps"]]
+    require(bool(good), "no row has numbers to draw", BenchError)
+    gpus = {r["gpu"] for r in good}
+    require(len(gpus) == 1, f"rows of several GPUs: {', '.join(sorted(gpus))}", BenchError)
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    for kernel in sorted({r["kernel"] for r in good}):
+        mine = [r for r in good if r["kernel"] == kernel]
+        intensity = [1e3 * r["tflops"] / r["gbps"] for r in mine]
+        axes.scatter(intensity, [r["tflops"] for r in mine], s=14, label=kernel)
+    limits = good[0]["ceilings"]
+    ridge = 1e3 * limits["bf16_tflops"] / limits["copy_gbs"]
+    low = min(1e3 * r["tflops"] / r["gbps"] for r in good) / 2
+    xs = [low, ridge, 8 * ridge]
+    axes.plot(
+        xs, [min(x * limits["copy_gbs"] / 1e3, limits["bf16_tflops"]) for x in xs], "k-", lw=1
+    )
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+    axes.set_title(f"{good[0]['gpu']}, ceilings measured in the same run")
+    axes.legend(fontsize=7, ncols=2)
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+@app.command()
+def main(
+    files: Annotated[list[Path], typer.Argument(help="JSONL files of rows.")],
+    form: Annotated[str, typer.Option("--format", help="md, csv or jsonl.")] = "md",
+    old: Annotated[Path | None, typer.Option("--against", help="Rows of an earlier run.")] = None,
+    picture: Annotated[Path | None, typer.Option("--roofline", help="PNG to draw.")] = None,
+    readme: Annotated[Path | None, typer.Option(help="File whose kernel table is written.")] = None,
+) -> None:
+    """Print rows, compare them with an earlier run, draw them, or write the README's table."""
+    formats: dict[str, Any] = {"md": rows.markdown, "csv": rows.as_csv, "jsonl": as_jsonl}
+    require(form in formats, f"--format {form!r}: use md, csv or jsonl")
+    found = rows.load(files)
+    if picture is not None:
+        roofline(found, picture)
+    if readme is not None:
+        write_table(readme, found)
+    if old is not None:
+        print(against(found, rows.load([old])), end="")
+    elif picture is None and readme is None:
+        print(formats[form](found), end="")
+
+
+def as_jsonl(found: Sequence[Row]) -> str:
+    return "".join(json.dumps(r) + "\n" for r in found)
+
+
+if __name__ == "__main__":
+    run(app)
