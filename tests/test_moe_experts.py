@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemotriton.errors import UnsupportedError
-from nemotriton.kernels.moe_experts import experts_ref, run_experts_ref
+from nemotriton.kernels.moe_experts import experts_ref, most_blocks, run_experts_ref
 from nemotriton.kernels.moe_route import Routing, route_experts_ref
 
 
@@ -88,3 +88,12 @@ def test_mismatched_shapes_are_named() -> None:
         run_experts_ref(torch.zeros(3, 5), up, down, r)
     with pytest.raises(UnsupportedError, match="over 4 experts"):
         run_experts_ref(torch.zeros(2, 5), up[:3], down[:3], r)
+
+
+@pytest.mark.parametrize("block", [2, 3, 16])
+def test_most_blocks_is_the_exact_bound(block: int) -> None:
+    """Over every way of dealing `pairs` to three experts."""
+    for pairs in range(20):
+        deals = [(a, b, pairs - a - b) for a in range(pairs + 1) for b in range(pairs + 1 - a)]
+        worst = max(sum(-(-c // block) for c in deal) for deal in deals)
+        assert most_blocks(pairs, 3, block) == worst
