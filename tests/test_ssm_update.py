@@ -65,12 +65,10 @@ def test_without_update_the_stored_state_stays() -> None:
     assert torch.equal(again[1], lanes[1, 2])  # promoting the last lane is the update
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_branch_of_a_tree_is_the_chain_of_its_path(dtype: torch.dtype) -> None:
-    """Also where lanes are bf16: children continue from the unrounded state."""
+def test_a_branch_of_a_tree_is_the_chain_of_its_path() -> None:
     a = inputs(len(TREE), SIZES)
     state = pool(2, [1])
-    lanes = torch.full((2, 8, *state.shape[1:]), torch.nan, dtype=dtype)
+    lanes = torch.full((2, 8, *state.shape[1:]), torch.nan, dtype=torch.float64)
     parents = torch.tensor(TREE, dtype=torch.int32)
     y = update(a, state, [8], [1], lanes=lanes, update_state=False, parents=parents)
     for t in range(len(TREE)):
@@ -80,16 +78,29 @@ def test_a_branch_of_a_tree_is_the_chain_of_its_path(dtype: torch.dtype) -> None
         rows = Inputs(*(v[path] if v.shape[:1] == (8,) else v for v in a.all()))
         want, final = recurrence_ref(*rows.steps(), state[1])
         close(y[t], want[-1], 1e-13)
-        close(lanes[1, t], final.to(dtype), 1e-13)
+        close(lanes[1, t], final, 1e-13)
 
 
 def test_a_chain_by_parents_is_the_chain() -> None:
     a, lengths = inputs(7, SIZES), [4, 3]
     parents = torch.tensor([-1, 0, 1, 2, -1, 0, 1], dtype=torch.int32)
-    one, two = pool(2, [0, 1]), pool(2, [0, 1])
-    chain = update(a, one, lengths, [1, 0])
-    assert torch.equal(update(a, two, lengths, [1, 0], parents=parents), chain)
-    assert torch.equal(one, two)
+    state = pool(2, [0, 1])
+    one, two = (torch.full((2, 4, *state.shape[1:]), torch.nan).double() for _ in range(2))
+    chain = update(a, state, lengths, [1, 0], lanes=one, update_state=False)
+    tree = update(a, state, lengths, [1, 0], lanes=two, update_state=False, parents=parents)
+    assert torch.equal(tree, chain)
+    assert torch.equal(one.nan_to_num(9.0), two.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_four_tokens_at_once_are_four_calls(dtype: torch.dtype) -> None:
+    """Also in a narrow state: it is rounded after every token, as storing it would."""
+    a = inputs(4, SIZES).to(torch.float32)
+    once, steps = pool(1, [0]).to(dtype), pool(1, [0]).to(dtype)
+    y = update(a, once, [4], [0])
+    for t in range(4):
+        assert torch.equal(update(a.rows(slice(t, t + 1)), steps, [1], [0])[0], y[t])
+        assert torch.equal(steps, once) == (t == 3)
 
 
 def test_the_gate_and_the_limits_of_dt() -> None:

@@ -11,7 +11,7 @@ is above zero. dt = clamp(softplus(dt + dt_bias), dt_limit); A < 0 and D are one
 x [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; sequences are packed behind
 each other (`cu`), and the `chunks` table (sequence, first token, tokens) never straddles two of
 them. The state [slots, H, P, N] is read unless the piece is fresh, and the final one is written
-over it, in its own dtype; everything between is fp32.
+over it, in its own dtype; everything between is fp32. The kernels are in `ssd_chunk.py`.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,30 @@ from collections.abc import Sequence
 import torch
 from einops import einsum, repeat
 
-from nemotriton.errors import UnsupportedError, require
-from nemotriton.kernels.op import acc_dtype, op
-from nemotriton.kernels.ssm_update import ssm_step_ref, time_step_ref
+from nemotriton.errors import require
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    next_pow2,
+    op,
+)
+from nemotriton.kernels.ssd_chunk import (
+    _chunk_scan,
+    _chunk_scores,
+    _chunk_states,
+    _chunk_steps,
+    _pass_states,
+    chunk_scan,
+    chunk_scores,
+    chunk_states,
+    chunk_steps,
+    pass_states,
+)
+from nemotriton.kernels.ssm_update import check_rows, ssm_step_ref, time_step_ref
 
 
 def chunk_table(
@@ -152,6 +173,7 @@ def ssd_prefill_ref(
     return y
 
 
+# --------------------------------------------------------------------------------------------- op
 @op(ref=ssd_prefill_ref)
 def ssd_prefill(
     x: torch.Tensor,
@@ -169,5 +191,130 @@ def ssd_prefill(
     chunk_size: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
 ) -> torch.Tensor:
-    """Scan packed pieces of prompts; returns y [T, H, P] in x's dtype."""
-    raise UnsupportedError("ssd_prefill has no kernel yet; use(ssd_prefill='ref')")
+    """Scan packed pieces of prompts; returns y [T, H, P] in x's dtype, final states in place.
+
+    x [T, H, P], dt [T, H], B, C [T, G, N]; `cu` int32 [S+1] token starts; `slots` int32 [S], -1 a
+    pad, whose y is zeros; `fresh` bool [S]: the slot's contents are ignored, the state begins at
+    zero (also of an empty piece, while an empty piece that is not fresh leaves it alone). `chunks`
+    int32 [n, 3] as made by `chunk_table`: it must hold every token once, in order, in chunks of at
+    most chunk_size tokens; this is not checked."""
+    H, P = x.shape[1:]
+    G, N = check_rows(x, dt, B, C, state)
+    tile = SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size)
+    steps, sums, spans = chunk_steps(dt, A, dt_bias, dt_limit, chunks, slots, chunk_size)
+    scores = chunk_scores(B, C, chunks, chunk_size, tile)
+    states = chunk_states(x, B, steps, sums, chunks, chunk_size, tile)
+    pass_states(states, state, sums, spans, cu, slots, fresh, chunks)
+    return chunk_scan(x, C, D, steps, sums, scores, states, chunks, slots, tile)
+
+
+def _lengths(T: int) -> list[int]:
+    """T tokens as an odd lot: uneven, empty and one-token pieces, the last a pad."""
+    half, pad = T // 2, T // 8
+    one = min(1, T - half - pad)
+    return [half, 0, one, T - half - one - pad, 0, pad]
+
+
+def _make_ssd_prefill(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    """The state has x's dtype, so that its error is held against that dtype's rounding."""
+    H, P, N, G = case.H, case.P, case.N, case.G
+    lengths, fresh = _lengths(T), [False, True, True, False, False, False]
+    S = len(lengths)
+    slots = torch.randperm(S + 2, generator=rng, device=dev)[:S].int()
+    slots[-1] = -1
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, device=dev)
+
+    state = torch.full((S + 2, H, P, N), float("nan"), device=dev, dtype=dtype)
+    for s in (0, 3, 4):  # those that continue; a fresh one's slot stays NaN
+        state[slots[s : s + 1].long()] = normal(1, H, P, N).to(dtype)
+    cu = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    table = torch.tensor(chunk_table(lengths, case.Q), dtype=torch.int32).reshape(-1, 3)
+    return {
+        "x": normal(T, H, P).to(dtype),
+        "dt": normal(T, H).to(dtype),
+        "A": -1 - 15 * torch.rand(H, generator=rng, device=dev),
+        "B": normal(T, G, N).to(dtype),
+        "C": normal(T, G, N).to(dtype),
+        "D": normal(H),
+        "dt_bias": normal(H) - 4,
+        "state": state,
+        "cu": cu.to(dev),
+        "slots": slots,
+        "fresh": torch.tensor(fresh, device=dev),
+        "chunks": table.to(dev),
+        "chunk_size": case.Q,
+    }
+
+
+def _default_tile(case: Case, tokens: int) -> Tile:
+    width = _block(case.P, 128)
+    return Tile(
+        BLOCK_M=_block(case.Q, 64),
+        BLOCK_K=_block(case.Q, 64),
+        BLOCK_P=width,
+        BLOCK_N=_block(case.N, 64),
+        num_warps=4 if width <= 64 else 8,
+        num_stages=2,
+    )
+
+
+def _block(size: int, most: int) -> int:
+    """A block edge for `size`: at least the 16 a matrix product needs."""
+    return max(16, min(most, next_pow2(size)))
+
+
+def _tiles(case: Case) -> list[Tile]:
+    edges = [(64, 64), (128, 64), (64, 128), (128, 128), (64, 32)]
+    return [
+        Tile(
+            BLOCK_M=_block(case.Q, m),
+            BLOCK_K=_block(case.Q, k),
+            BLOCK_P=_block(case.P, 128),
+            BLOCK_N=_block(case.N, n),
+            num_warps=w,
+            num_stages=stages,
+        )
+        for m, k in edges
+        for n in (64, 128)
+        for w in (4, 8)
+        for stages in (1, 2, 3)
+        if m + k + n < 256 or stages < 3
+    ]
+
+
+def _cases(config: object) -> list[Case]:
+    m = getattr(config, "mamba", None)
+    return [Case(H=m.heads, P=m.head_dim, N=m.state, G=m.groups, Q=m.chunk)] if m else []
+
+
+def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    """One fresh-to-final sequence: scores, their product with x, states in and out."""
+    inner, groups = case.H * case.P, case.G * case.N
+    flops = 2 * T * (case.Q * (groups + inner) + 2 * inner * case.N)
+    rows = T * (2 * inner + 2 * groups + case.H)
+    return Cost(flops, (rows + 2 * inner * case.N) * dtype.itemsize)
+
+
+SSD_PREFILL = KernelSpec(
+    op=ssd_prefill,
+    kernels=(_chunk_steps, _chunk_scores, _chunk_states, _pass_states, _chunk_scan),
+    cases=_cases,
+    small=[
+        Case(H=4, P=16, N=16, G=2, Q=8),
+        Case(H=3, P=5, N=40, G=1, Q=12),
+        Case(H=2, P=24, N=20, G=2, Q=96),
+    ],
+    tokens=(128, 512, 2048, 8192, 32768, 131072),
+    make=_make_ssd_prefill,
+    tiles=_tiles,
+    default=_default_tile,
+    cost=_cost,
+    small_tokens=(0, 1, 3, 50),
+    mutates=("state",),
+    per_token=("x", "dt", "B", "C"),
+    strided=("x", "dt", "B", "C"),
+)

@@ -4,29 +4,47 @@
     h  = exp(dt A) h + (dt x) B^T                          h [P, N]; B, C of group head // (H / G)
     y  = h C + D x,   times silu(z) where a gate is given  (Dao & Gu 2024, the recurrent form)
 
-x, z [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; the state [slots, H, P, N]
-is read and written in its own dtype, everything between is fp32, y has x's dtype.
+x, z [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; y [T, H, P] has x's dtype.
+Everything is computed in fp32; the state [slots, H, P, N] is rounded to its own dtype after every
+token, so that several tokens in one call give the bits of as many calls with one.
 
 With several tokens a sequence (draft verification) `lanes[slot, t]` keeps the state after token t,
-`update_state=False` leaves the stored state alone, and `parents` makes the tokens a tree: token t
-continues from the state of token parents[t] < t of its sequence, -1 from the stored one. A token of
-a tree gives the result its path would give as a chain; nothing is rounded on the way.
+`update_state=False` leaves the stored one alone, and `parents` makes the tokens a tree: token t
+continues from the state after token parents[t] < t of its sequence, from the stored one at -1. A
+token of a tree gets the bits of the chain that leads to it: its path is computed again from the
+stored state (the work is quadratic in the few tokens, the traffic is not), since reading back a
+lane would need a barrier and a buffer. The kernels are in `ssm_step.py`.
 """
 
 import torch
-import torch.nn.functional as F
 from einops import repeat
 
-from nemotriton.errors import UnsupportedError
-from nemotriton.kernels.op import acc_dtype, op
+from nemotriton.errors import require
+from nemotriton.kernels.numerics import silu_ref, softplus_ref
+from nemotriton.kernels.op import (
+    DTYPE_NAMES,
+    DTYPES,
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
+from nemotriton.kernels.ssm_step import _ssm_update, _update_chain, _update_tree
 
 
+# ------------------------------------------------------------------------------------------ twins
 def time_step_ref(
     dt: torch.Tensor, dt_bias: torch.Tensor, dt_limit: tuple[float, float] = (0.0, float("inf"))
 ) -> torch.Tensor:
     """Step sizes clamp(softplus(dt + dt_bias), dt_limit): dt [..., H] -> fp32 (fp64 from fp64)."""
     f = acc_dtype(dt)
-    return F.softplus(dt.to(f) + dt_bias.to(f)).clamp(*dt_limit)
+    return softplus_ref(dt.to(f) + dt_bias.to(f)).clamp(*dt_limit)
 
 
 def ssm_step_ref(
@@ -74,15 +92,16 @@ def ssm_update_ref(
             parent = t - 1 if parents is None else int(parents[row])
             h = seen[parent] if parent >= 0 else state[slot].to(f)
             out, h = ssm_step_ref(h, x[row], dt[row], A, B[row], C[row], D)
-            y[row] = (out if z is None else out * F.silu(z[row].to(f))).to(x.dtype)
-            seen.append(h)
+            y[row] = (out if z is None else out * silu_ref(z[row].to(f))).to(x.dtype)
+            seen.append(h.to(state.dtype).to(f))
             if lanes is not None:
-                lanes[slot, t] = h.to(lanes.dtype)
+                lanes[slot, t] = seen[-1].to(lanes.dtype)
         if seen and update_state:
             state[slot] = seen[-1].to(state.dtype)
     return y
 
 
+# --------------------------------------------------------------------------------------------- op
 @op(ref=ssm_update_ref)
 def ssm_update(
     x: torch.Tensor,
@@ -102,5 +121,188 @@ def ssm_update(
     update_state: bool = True,
     parents: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Advance every sequence by its 1..max_new new tokens; returns y [T, H, P] in x's dtype."""
-    raise UnsupportedError("ssm_update has no kernel yet; use(ssm_update='ref')")
+    """Advance every sequence by its 0..max_new new tokens; returns y [T, H, P] in x's dtype.
+
+    x [T, H, P], dt [T, H], B, C [T, G, N]: rows of packed tokens, `cu` [S+1] where they start.
+    state [slots, H, P, N]: slots[s] is read and, with update_state, written; slot -1 is a pad.
+    lanes [slots, >= max_new, H, P, N] in state's dtype: lanes[slot, t] becomes the state after new
+    token t. parents int32 [T]: the new token, counted within its sequence, that each continues
+    from, -1 for the stored state; parents stand before their children. A tree has no one final
+    state, so it needs update_state=False."""
+    T, H, P = x.shape
+    G, N = check_rows(x, dt, B, C, state, z)
+    _check_lanes(state, lanes, max_new, update_state, parents)
+    y = torch.empty((T, H, P), dtype=x.dtype, device=x.device)
+    single = max_new == 1 and lanes is None and parents is None
+    axes = {"H": H, "P": P, "N": N, "G": G, "STATE": DTYPE_NAMES.get(state.dtype, "?")}
+    tile = SSM_UPDATE.tile(T, x, **axes, NEW=1 if single else 4, TREE=int(parents is not None))
+    grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"])),)
+    inputs = (x, dt, A, B, C, D, dt_bias, z, y, state)
+    strides = (x.stride(0), x.stride(1), dt.stride(0), *B.stride()[:2], *C.stride()[:2])
+    gate = (0, 0) if z is None else z.stride()[:2]
+    rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), P, N)
+    if single:
+        where = (cu, slots, *strides, *gate, state.stride(0), *rest)
+        launch(_ssm_update, grid, *inputs, *where, UPDATE=update_state, **tile)
+        return y
+    slot_strides = (state.stride(0), 0 if lanes is None else lanes.stride(0))
+    where = (*strides, *gate, *slot_strides, *rest)
+    if parents is None:
+        operands = (*inputs, lanes, cu, slots, *where)
+        launch(_update_chain, grid, *operands, UPDATE=update_state, **tile)
+    else:
+        launch(_update_tree, grid, *inputs, lanes, cu, slots, parents, *where, **tile)
+    return y
+
+
+def check_rows(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    state: torch.Tensor,
+    z: torch.Tensor | None = None,
+) -> tuple[int, int]:
+    """G and N, once shapes and strides fit together; UnsupportedError names what does not."""
+    T, H, P = x.shape
+    G, N = B.shape[1:]
+    require(H % G == 0, f"{H} heads cannot share {G} groups evenly")
+    shapes = {"dt": (dt, (T, H)), "B": (B, (T, G, N)), "C": (C, (T, G, N)), "x": (x, (T, H, P))}
+    if z is not None:
+        shapes["z"] = (z, (T, H, P))
+    for name, (value, shape) in shapes.items():
+        require(
+            value.shape == shape and (value.stride(-1) == 1 or value.shape[-1] == 1),
+            f"{name} must be {shape} with unit stride in its last dimension, got "
+            f"{tuple(value.shape)} with strides {value.stride()}",
+        )
+    require(
+        state.shape[1:] == (H, P, N) and state[:1].is_contiguous(),
+        f"the state must be [slots, {H}, {P}, {N}] with contiguous slots, got {tuple(state.shape)}",
+    )
+    return G, N
+
+
+def _check_lanes(
+    state: torch.Tensor,
+    lanes: torch.Tensor | None,
+    max_new: int,
+    update_state: bool,
+    parents: torch.Tensor | None,
+) -> None:
+    if lanes is not None:
+        require(
+            lanes.shape[1] >= max_new and lanes.shape[2:] == state.shape[1:],
+            f"lanes must be [slots, at least {max_new}, {', '.join(map(str, state.shape[1:]))}], "
+            f"got {tuple(lanes.shape)}",
+        )
+        require(lanes.dtype == state.dtype, f"lanes are {lanes.dtype}, the state {state.dtype}")
+        require(lanes[:1].is_contiguous(), "the lanes of a slot must be contiguous")
+    if parents is not None:
+        require(not update_state, "a draft tree has no one final state: pass update_state=False")
+        require(max_new <= 63, f"a tree may have up to 63 tokens a sequence, not {max_new}")
+
+
+def _make_ssm_update(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    """Sequences of 1..NEW tokens, a pad at the end; where NEW > 1 a verify step."""
+    lengths: list[int] = []
+    left = T
+    while left:
+        lengths.append(min(left, len(lengths) % case.NEW + 1))
+        left -= lengths[-1]
+    lengths += [0] * (case.NEW > 1)
+    S = len(lengths)
+    slots = torch.randperm(S + 2, generator=rng, device=dev)[:S].int()
+    if T > 1:
+        slots[len(lengths) // 2] = -1
+    H, P, N, G = case.H, case.P, case.N, case.G
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, device=dev)
+
+    state = torch.full((S + 2, H, P, N), float("nan"), device=dev, dtype=DTYPES[case.STATE])
+    state[slots.long()] = normal(S, H, P, N).to(state.dtype)
+    args = {
+        "x": normal(T, H, P).to(dtype),
+        "dt": normal(T, H).to(dtype),
+        "A": -1 - 15 * torch.rand(H, generator=rng, device=dev),
+        "B": normal(T, G, N).to(dtype),
+        "C": normal(T, G, N).to(dtype),
+        "D": normal(H),
+        "dt_bias": normal(H) - 4,
+        "state": state,
+        "cu": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(dev),
+        "slots": slots,
+        "max_new": case.NEW,
+    }
+    if case.NEW > 1:
+        args["lanes"] = torch.full_like(state, float("nan"))[:, None].repeat(
+            1, case.NEW + 1, 1, 1, 1
+        )
+        args["update_state"] = False
+    if case.TREE:
+        parents = [(t - 1) // 2 if t else -1 for n in lengths for t in range(n)]  # binary trees
+        args["parents"] = torch.tensor(parents, dtype=torch.int32, device=dev)
+    return args
+
+
+def _default_tile(case: Case, tokens: int) -> Tile:
+    """One warp a few rows of the state, wider tiles as the batch fills the machine."""
+    heads = cdiv(tokens, case.NEW) * case.H
+    wide = case.STATE != "fp32"  # rows of half the bytes
+    rows = 4 if heads < 1024 else 8 if heads < 16384 else 16
+    rows = min(rows * 2 if wide else rows, 8 if case.TREE else 16, next_pow2(case.P))
+    return Tile(
+        BLOCK_P=rows, BLOCK_N=next_pow2(case.N), num_warps=1 if case.N <= 128 else 2, num_stages=1
+    )
+
+
+def _tiles(case: Case) -> list[Tile]:
+    return [
+        Tile(BLOCK_P=p, BLOCK_N=next_pow2(case.N), num_warps=w, num_stages=1)
+        for p in (2, 4, 8, 16, 32, 64)
+        for w in (1, 2, 4)
+        if p <= next_pow2(case.P) and 4 <= p * next_pow2(case.N) // (32 * w) <= 128
+    ]
+
+
+def _cases(config: object) -> list[Case]:
+    mamba = getattr(config, "mamba", None)
+    if mamba is None:
+        return []
+    sizes = {"H": mamba.heads, "P": mamba.head_dim, "N": mamba.state, "G": mamba.groups}
+    return [
+        Case(**sizes, STATE=state, NEW=new, TREE=tree)
+        for state in ("fp32", "bf16", "fp16")
+        for new, tree in ((1, 0), (4, 0), (4, 1))
+    ]
+
+
+def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    S, size = cdiv(T, case.NEW), case.H * case.P * case.N
+    states = S * size * DTYPES[case.STATE].itemsize * (2 if case.NEW == 1 else 1 + case.NEW)
+    rows = T * (2 * case.H * case.P + 2 * case.G * case.N + case.H)
+    return Cost(6 * T * size, states + rows * dtype.itemsize)
+
+
+SSM_UPDATE = KernelSpec(
+    op=ssm_update,
+    kernels=(_ssm_update, _update_chain, _update_tree),
+    cases=_cases,
+    small=[
+        Case(H=2, P=8, N=16, G=2, STATE="fp32", NEW=1, TREE=0),
+        Case(H=3, P=5, N=20, G=1, STATE="bf16", NEW=3, TREE=0),
+        Case(H=2, P=24, N=48, G=2, STATE="fp16", NEW=6, TREE=1),
+        Case(H=2, P=7, N=33, G=1, STATE="fp32", NEW=4, TREE=0),
+    ],
+    tokens=(1, 4, 16, 64, 256, 1024, 4096),
+    make=_make_ssm_update,
+    tiles=_tiles,
+    default=_default_tile,
+    cost=_cost,
+    mutates=("state", "lanes"),
+    per_token=("x", "dt", "B", "C"),
+    strided=("x", "dt", "B", "C"),
+)
