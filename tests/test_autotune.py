@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -16,9 +17,10 @@ from typer.testing import CliRunner
 
 from nemotriton.autotune import cache, child, commands, offline, store
 from nemotriton.autotune.__main__ import app
+from nemotriton.autotune.ahead import unfit
 from nemotriton.autotune.display import Display
 from nemotriton.autotune.sass import Resources
-from nemotriton.autotune.sweep import Compiling, Event, Outcome, Sweep, Trying, plan, unfit
+from nemotriton.autotune.sweep import Compiling, Event, Outcome, Sweep, Trying, plan
 from nemotriton.autotune.trial import Gate, Point, TileRunner
 from nemotriton.errors import UnsupportedError
 from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile
@@ -223,7 +225,6 @@ def test_tiles_that_the_card_cannot_hold_are_never_run(spec: KernelSpec, tmp_pat
     (outcome,) = outcomes(events)
     assert (outcome.tile, outcome.failed) == (TILES[2], 1)
     assert (POINT, FAST) not in runner.tried
-    assert [e.done for e in events if isinstance(e, Compiling)] == [1, 2, 3, 4]
     failed = store.Trials(spec, GPU.slug, tmp_path).of(POINT)[FAST].failed
     assert failed == "240000 bytes of shared memory, this GPU has 232448"
 
@@ -246,6 +247,39 @@ def test_a_hazard_and_a_compile_error_are_unfit() -> None:
     assert unfit([hazard], 232448) == "2 wgmma register hazards"
     broken = offline.Row(job, "_twice", None, ("CompilationError: no",), 0.1)
     assert unfit([broken], 232448) == "does not compile: CompilationError: no"
+
+
+def test_a_tile_waits_for_its_compilation_and_no_longer_than_the_budget(
+    spec: KernelSpec, tmp_path: Path
+) -> None:
+    compiled, go = threading.Event(), threading.Event()
+
+    def compiler(jobs: Sequence[offline.Job]) -> Iterator[list[offline.Row]]:
+        yield from fake_compiler({})(jobs[:2])
+        compiled.set()
+        go.wait(10)
+        yield from fake_compiler({FAST: 300_000})(jobs[2:])
+
+    runner = FakeRunner()
+    events = Sweep(runner, tmp_path, compiler=compiler).run([POINT])
+    seen: list[Event] = []
+    while len(runner.tried) < 2 or not isinstance(seen[-1], Compiling):
+        seen.append(next(events))
+    assert compiled.is_set()
+    assert runner.tried == [(POINT, t) for t in TILES[:2]], "the third is not compiled yet"
+    assert (seen[-1].done, seen[-1].total) == (2, 4)
+    go.set()
+    (outcome,) = outcomes(list(events))
+    assert (outcome.tile, outcome.failed) == (TILES[2], 1)
+
+    stuck = threading.Event()
+
+    def hanging(jobs: Sequence[offline.Job]) -> Iterator[list[offline.Row]]:
+        stuck.wait(0.6)
+        yield from ()
+
+    late = sweep(runner, tmp_path / "b", deadline=0.2, clock=lambda: 0.0, compiler=hanging)
+    assert [o.kind for o in outcomes(late)] == ["untouched"]
 
 
 def test_a_compiler_pool_that_breaks_leaves_the_tiles_to_the_runner(

@@ -65,8 +65,8 @@ def sweep_command(
     tokens: Annotated[str, typer.Option(help="Token counts, comma-separated; default all.")] = "",
     dtype: Dtypes = "bf16",
     budget: Annotated[str, typer.Option(help="Stop after this long: 90s, 10m, 2h.")] = "",
-    jobs: Annotated[int, typer.Option(help="Processes that compile; 0: none.")] = (
-        os.cpu_count() or 1
+    jobs: Annotated[int, typer.Option(help="Processes that compile; 0: none.")] = max(
+        (os.cpu_count() or 1) - 2, 2
     ),
     resume: Annotated[bool, typer.Option("--resume/--fresh", help="Keep what is known.")] = True,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be measured.")] = False,
@@ -76,7 +76,7 @@ def sweep_command(
     from nemotriton.autotune import offline, store
     from nemotriton.autotune.child import ChildRunner
     from nemotriton.autotune.display import Display
-    from nemotriton.autotune.sweep import Outcome, Sweep, plan
+    from nemotriton.autotune.sweep import Outcome, Sweep, nothing, plan
     from nemotriton.autotune.trial import cuda_runner
 
     seconds = parse_budget(budget)
@@ -91,7 +91,7 @@ def sweep_command(
     _need_gpu()
     deadline = time.monotonic() + seconds
     runner = ChildRunner(cuda_runner)
-    compiler = (lambda todo: offline.run(todo, max(jobs, 2))) if jobs > 0 else None
+    compiler = (lambda todo: offline.run(todo, max(jobs, 2))) if jobs > 0 else nothing
     sweep = Sweep(runner, out or cache.root(), deadline, compiler, fresh=not resume)
     stopped = False
     with contextlib.closing(runner), Display(len(points)) as display:

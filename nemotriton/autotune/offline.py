@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import io
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ def compile_job(job: Job) -> list[Row]:
         first = str(error).strip().splitlines() or [""]
         took = time.perf_counter() - start
         return [Row(job, job.op, None, (f"{type(error).__name__}: {first[0][:160]}",), took)]
-    took = (time.perf_counter() - start) / max(len(rows), 1)
+    if not rows:
+        return [Row(job, job.op, None, ("no kernel was launched",), time.perf_counter() - start)]
+    took = (time.perf_counter() - start) / len(rows)
     return [Row(job, name, found, faults(job, found), took) for name, found in rows]
 
 
@@ -132,7 +135,8 @@ def run(todo: Sequence[Job], workers: int = 1) -> Iterator[list[Row]]:
         yield from map(compile_job, todo)
         return
     context = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, signal.signal, deaf)
     try:
         pending = [pool.submit(compile_job, job) for job in todo]
         for future in concurrent.futures.as_completed(pending):

@@ -1,29 +1,26 @@
 """The search: every tile of every point, gated on correctness, the fastest kept.
 
-A point (op, case, dtype, token count) is finished in four steps. Its tiles are compiled on the CPU
-and those that this GPU cannot hold are dropped; each one left is held against the twin and timed
-once; the best few are run at full size against the default tile; and those that stand are raced
-against the default from CUDA graphs. Every step is journalled, so that a stopped sweep goes on
-where it was, and the file is written after every point. Work is given to a `Runner`, whose crash is
-the tile's failure and not the sweep's.
+A point (op, case, dtype, token count) is finished in four steps. Its tiles are compiled on the CPU,
+ahead of the GPU, and those that this GPU cannot hold are dropped; each one left is held against the
+twin and timed once; the best few are run at full size against the default tile; and those that
+stand are raced against the default from CUDA graphs. Every step is journalled, so that a stopped
+sweep goes on where it was, and the file is written after every point. Work is given to a `Runner`,
+whose crash is the tile's failure and not the sweep's.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemotriton.autotune import cache, offline, store
+from nemotriton.autotune.ahead import Ahead, Compiler
 from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.store import Trials
 from nemotriton.autotune.trial import Facts, Point, Runner, Trial
-from nemotriton.errors import NemotritonError, require
+from nemotriton.errors import require
 from nemotriton.kernels.op import SPECS, Case, KernelSpec, Tile
 from nemotriton.model.config import ModelConfig
-
-log = logging.getLogger("nemotriton.autotune")
 
 FINALISTS = 4
 NEAR = 1.15  # a single launch this much slower than the best one does not win a race
@@ -31,7 +28,7 @@ NEAR = 1.15  # a single launch this much slower than the best one does not win a
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """Progress of the compilations of one kernel's tiles."""
+    """A tile of this kernel is waited for; `done` of `total` are compiled."""
 
     kernel: str
     done: int
@@ -66,7 +63,11 @@ class Outcome:
 
 
 Event = Compiling | Trying | Outcome
-Compiler = Callable[[Sequence[offline.Job]], Iterator[list[offline.Row]]]
+
+
+def nothing(jobs: Sequence[offline.Job]) -> Iterator[list[offline.Row]]:
+    """A compiler that leaves all work to the measuring process."""
+    yield from ()
 
 
 def plan(
@@ -109,7 +110,7 @@ class Sweep:
         runner: Runner,
         folder: Path | None = None,
         deadline: float = float("inf"),
-        compiler: Compiler | None = None,
+        compiler: Compiler = nothing,
         fresh: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,25 +120,27 @@ class Sweep:
         self.compiler = compiler
         self.fresh = fresh
         self.clock = clock
-        self.unfit: dict[tuple[str, Case, str, Tile], str] = {}
 
     def run(self, points: Sequence[Point]) -> Iterator[Event]:
         """Measure all points, kernel by kernel; yields progress, and one Outcome a point."""
         facts = self.runner.facts()
-        for kernel in dict.fromkeys(p.op for p in points):
-            mine = [p for p in points if p.op == kernel]
-            trials = Trials(SPECS[kernel], facts.gpu.slug, self.folder)
-            if self.fresh:
-                trials.found.clear()
-            known = {} if self.fresh else self._recorded(mine[0].spec, facts)
-            todo = [p for p in mine if self._done(p, known) is None]
-            yield from self._compile(todo, trials, facts)
-            for point in mine:
-                done = self._done(point, known)
-                if done is not None:
-                    yield done
+        trials = {k: Trials(SPECS[k], facts.gpu.slug, self.folder) for k in _ops(points)}
+        known = {} if self.fresh else {k: self._recorded(SPECS[k], facts) for k in _ops(points)}
+        if self.fresh:
+            for journal in trials.values():
+                journal.found.clear()
+        done = {p: self._done(p, known.get(p.op, {})) for p in points}
+        todo = [p for p in points if done[p] is None]
+        ahead = Ahead(self.compiler, self._jobs(todo, trials, facts), facts.gpu.shared_memory)
+        try:
+            for point in points:
+                outcome = done[point]
+                if outcome is not None:
+                    yield outcome
                 else:
-                    yield from self._point(point, trials, facts)
+                    yield from self._point(point, trials[point.op], facts, ahead)
+        finally:
+            ahead.close()
 
     def _recorded(self, spec: KernelSpec, facts: Facts) -> dict[tuple[object, int], store.Data]:
         data = store.read(cache.path_of(facts.gpu.slug, spec.op.name, self.folder))
@@ -155,44 +158,36 @@ class Sweep:
         tile = Tile(**b["tile"]) if b["tile"] else None
         return Outcome(point, "known", tile, b["us"], b["default_us"], b["tried"], b["failed"])
 
-    # ------------------------------------------------------------------------------- compilation
-    def _compile(self, points: list[Point], trials: Trials, facts: Facts) -> Iterator[Compiling]:
-        """Compile the tiles not met before, in the compiler's processes, and note the unfit."""
+    def _jobs(
+        self, points: Sequence[Point], trials: Mapping[str, Trials], facts: Facts
+    ) -> list[offline.Job]:
+        """What to compile, in the points' order: the tiles that no journal has met."""
         arch = facts.gpu.capability[0] * 10 + facts.gpu.capability[1]
-        if self.compiler is None or arch not in offline.ARCHES or not points:
-            return
-        jobs: dict[tuple[Case, str, Tile], offline.Job] = {}
+        if arch not in offline.ARCHES:
+            return []
+        jobs: dict[tuple[str, Case, str, Tile], offline.Job] = {}
         for p in points:
-            met = trials.met(p)
+            met = trials[p.op].met(p)
             for tile in store.candidates(p):
                 if tile not in met:
                     job = offline.Job(p.op, p.case, p.tokens, p.dtype, tile, False, arch)
-                    jobs.setdefault((p.case, p.dtype, tile), job)
-        done = 0
-        try:
-            for rows in self.compiler(list(jobs.values())):
-                done += 1
-                why = unfit(rows, facts.gpu.shared_memory)
-                if why:
-                    job = rows[0].job
-                    self.unfit[job.op, job.case, job.dtype, job.tile] = why
-                yield Compiling(points[0].op, done, len(jobs))
-                if self.clock() >= self.deadline:
-                    return
-        except (BrokenProcessPool, NemotritonError) as error:
-            # the measuring process compiles what is left, and says whose fault it is
-            log.warning("compiling ahead stopped after %d of %d: %s", done, len(jobs), error)
+                    jobs.setdefault((p.op, p.case, p.dtype, tile), job)
+        return list(jobs.values())
 
     # --------------------------------------------------------------------------------- one point
-    def _point(self, point: Point, trials: Trials, facts: Facts) -> Iterator[Event]:
+    def _point(self, point: Point, trials: Trials, facts: Facts, ahead: Ahead) -> Iterator[Event]:
         tiles = store.candidates(point)
         known = dict(trials.of(point))
         for i, tile in enumerate(tiles):
             if tile not in known:
-                if self.clock() >= self.deadline:
+                if not ahead.wait(point, tile, 0):
+                    yield Compiling(point.op, *ahead.progress)
+                left = self.deadline - self.clock()
+                if left <= 0 or not ahead.wait(point, tile, left):
                     yield Outcome(point, "untouched", tried=i)
                     return
-                known[tile] = self._try(point, tile)
+                why = ahead.why(point, tile)
+                known[tile] = Trial(None, why) if why else self.runner.trial(point, tile)
                 trials.add(point, tile, known[tile])
             yield Trying(point, i + 1, len(tiles), best(known.values()))
         if self.clock() >= self.deadline:
@@ -202,10 +197,6 @@ class Sweep:
             yield self._decide(point, trials, facts)
         except MeasuringFailed as error:
             yield Outcome(point, "fault", note=str(error))
-
-    def _try(self, point: Point, tile: Tile) -> Trial:
-        why = self.unfit.get((point.op, point.case, point.dtype, tile))
-        return Trial(None, why) if why else self.runner.trial(point, tile)
 
     def _decide(self, point: Point, trials: Trials, facts: Facts) -> Outcome:
         """Race the tiles that stand against the default, and write the winner down."""
@@ -256,13 +247,5 @@ def best(trials: Iterable[Trial]) -> float | None:
     return min((t.us for t in trials if t.us is not None), default=None)
 
 
-def unfit(rows: Sequence[offline.Row], shared_memory: int) -> str | None:
-    """Why a compiled tile must not run on a GPU with so many bytes of shared memory a block."""
-    for row in rows:
-        if row.found is None:
-            return f"does not compile: {'; '.join(row.faults)}"
-        if shared_memory and row.found.shared > shared_memory:
-            return f"{row.found.shared} bytes of shared memory, this GPU has {shared_memory}"
-        if row.found.hazards:
-            return f"{row.found.hazards} wgmma register hazards"
-    return None
+def _ops(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(p.op for p in points))

@@ -8,6 +8,7 @@ drifts for all. `race` and `rotation` are plain arithmetic; only `CudaStopwatch`
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -118,15 +119,13 @@ class CudaStopwatch:
         self.buffer = torch.ones(2 * l2 // 4, dtype=torch.float32, device=where)
         self.passes = cdiv(FLUSH_BYTES, self.buffer.nbytes)
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.latest: weakref.ref[Any] | None = None
 
     def capture(self, calls: Sequence[Call], repeat: bool) -> Replay:
-        """Capture `calls` as one graph; short ones again with as many rounds as fill `GRAPH_US`."""
+        """Capture `calls` as one graph, with as many rounds as fill `GRAPH_US` if it may repeat."""
         warm(self.where, calls)
-        replay = self._graph(calls, 1)
-        once = min(replay(), replay()) * len(calls)
-        if repeat and once < GRAPH_US:
-            replay = self._graph(calls, math.ceil(GRAPH_US / once))
-        return replay
+        once = min(self._timed(calls[0]) for _ in range(3)) * len(calls)
+        return self._graph(calls, math.ceil(GRAPH_US / max(once, 1.0)) if repeat else 1)
 
     def single(self, calls: Sequence[Call]) -> Replay:
         warm(self.where, calls[:1])
@@ -144,11 +143,20 @@ class CudaStopwatch:
         n = len(calls)
         # Outputs live until the same set's next call: one buffer for all would be written in L2.
         kept: list[Any] = [None] * n
+        # Candidates that are alive together share one pool: nobody reads their outputs.
+        alive = self.latest() if self.latest is not None else None
+        pool = alive.pool() if alive is not None else None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.where), torch.cuda.graph(graph):
+        with torch.cuda.device(self.where), torch.cuda.graph(graph, pool=pool):
             for i in range(rounds * n):
                 kept[i % n] = calls[i % n]()
-        return lambda: self._timed(graph.replay) / (rounds * n)
+        self.latest = weakref.ref(graph)
+
+        # The graph holds addresses only; `calls` holds the inputs that lie there.
+        def replay(_alive: Sequence[Call] = calls) -> float:
+            return self._timed(graph.replay) / (rounds * n)
+
+        return replay
 
     def _timed(self, work: Call) -> float:
         # Reading leaves no dirty lines whose write-back the timed work would pay for.
