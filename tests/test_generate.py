@@ -1,6 +1,7 @@
 """The command line on the embedded model and on small checkpoints, answers compared exactly."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def test_prompts_come_from_options_files_and_pipes(tmp_path: Path) -> None:
     assert records("-p", "héllo", *args, stdin="ignored") == piped
 
 
+def test_without_a_seed_answers_differ_and_can_be_had_again() -> None:
+    args = ("-p", "a", "-n", "8", "--ignore-eos")
+    _, first, err = invoke(*args)
+    seed = re.search(r"stop: length · seed (\d+)", err)
+    assert seed is not None
+    assert invoke(*args, "--seed", seed[1])[1] == first
+    assert invoke(*args)[1] != first
+    twice = records(*args, "-p", "a")
+    assert twice[0]["token_ids"] != twice[1]["token_ids"]
+
+
 def test_quiet_and_no_stats() -> None:
     loud = invoke("-p", "a", "-n", "3", *GREEDY)
     bare = invoke("-p", "a", "-n", "3", *GREEDY, "--no-stats")
@@ -126,6 +138,20 @@ def test_stops_are_named(tiny: LLM) -> None:
     code, out, err = invoke(*args, "no such token")
     assert (code, out) == (2, "")
     assert "--stop-token 'no such token' is no token" in err
+
+
+def test_the_end_tokens_of_every_file_end_an_answer(tmp_path: Path) -> None:
+    whole = records("-p", "stop", "-n", "12", *GREEDY)[0]["token_ids"]
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[5], 9]}))
+    args = (str(tmp_path), "--synthetic", "-p", "stop", "-n", "12", *GREEDY)
+    found = records(*args)[0]
+    cut = whole.index(whole[5])
+    assert found["token_ids"] == whole[: cut + 1]
+    assert found["text"] == load_tokenizer(None, ModelConfig.preset("tiny")).decode(whole[:cut])
+    assert found["finish_reason"] == "stop"
+    assert f"--- {cut + 1} tokens · stop: eos" in invoke(*args)[2]
+    assert records(*args, "--ignore-eos")[0]["token_ids"] == whole
 
 
 def test_the_end_of_the_context_is_named() -> None:

@@ -76,7 +76,11 @@ TopK = Annotated[int | None, _sampling("top_k", "Keep this many likeliest tokens
 MinP = Annotated[float | None, _sampling("min_p", "Keep tokens of this share of the likeliest.")]
 Seed = Annotated[
     int | None,
-    _option(_SAMPLING, "--seed", help="Same seed, same answer, whatever runs beside it."),
+    _option(
+        *(_SAMPLING, "--seed"),
+        help="Same seed, same answer, whatever runs beside it.",
+        default="another each time",
+    ),
 ]
 Stop = Annotated[
     list[str] | None, _option(_SAMPLING, "--stop", help="End before this text; may be repeated.")

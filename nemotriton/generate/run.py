@@ -1,9 +1,10 @@
 """Prompts through the engine: answers to stdout or a file, the rest to the console."""
 
 import json
+import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nemotriton.console import Console, bytes_text, printable
@@ -34,15 +35,22 @@ def run(llm: "LLM", work: Work, view: View) -> int:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if work.out is not None:
         return _batch(llm, work, view)
-    params = work.params(llm.default_params, llm.tokenizer)
+    params = [_seeded(work.params(llm.default_params, llm.tokenizer)) for _ in work.prompts]
     prompts = [work.tokens(prompt, llm.tokenizer) for prompt in work.prompts]
-    if len(prompts) == 1 and not view.as_json and params.prompt_logprobs is None:
-        code = _stream(llm, prompts[0], params, view)
+    if len(prompts) == 1 and not view.as_json and params[0].prompt_logprobs is None:
+        code = _stream(llm, prompts[0], params[0], view)
     else:
         code = _many(llm, prompts, work.prompts, params, view)
     if view.stats:
         view.console.say(f"--- {_speed(llm)}")
     return code
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed of its own, new each time, where none is asked for: the report names it."""
+    if params.seed is not None or params.greedy:
+        return params
+    return replace(params, seed=secrets.randbits(31))
 
 
 def _stream(llm: "LLM", prompt: list[int], params: SamplingParams, view: View) -> int:
@@ -68,13 +76,13 @@ def _stream(llm: "LLM", prompt: list[int], params: SamplingParams, view: View) -
 
 
 def _many(
-    llm: "LLM", prompts: list[list[int]], texts: list[str], params: SamplingParams, view: View
+    llm: "LLM", prompts: list[list[int]], texts: list[str], params: list[SamplingParams], view: View
 ) -> int:
     """All answers, in the order of the prompts, when all are there."""
     with view.console.counting(len(prompts)) as count:
         outputs = llm.generate(prompts, params, on_finish=lambda _: count())
     codes = []
-    for i, (output, text) in enumerate(zip(outputs, texts, strict=True), 1):
+    for i, (output, text, asked) in enumerate(zip(outputs, texts, params, strict=True), 1):
         completion = output.outputs[0]
         if view.as_json:
             print(json.dumps({"prompt": text} | answer(output), ensure_ascii=False), flush=True)
@@ -87,7 +95,7 @@ def _many(
             if completion.logprobs is not None:
                 view.console.logprobs(completion.token_ids, completion.logprobs)
         name = f"answer {i}: " if len(outputs) > 1 else ""
-        codes.append(_say_end(completion, len(completion.token_ids), params, llm, view, name))
+        codes.append(_say_end(completion, len(completion.token_ids), asked, llm, view, name))
     return max(codes)
 
 
@@ -102,7 +110,7 @@ def _batch(llm: "LLM", work: Work, view: View) -> int:
         served: list[tuple[int, list[int], SamplingParams]] = []
         for i, line in enumerate(todo):
             try:
-                params = work.params(llm.default_params, llm.tokenizer, line.params)
+                params = _seeded(work.params(llm.default_params, llm.tokenizer, line.params))
                 ids = work.batch_tokens(line, llm.tokenizer)
                 llm.engine.prepare(ids, params)
                 served.append((i, ids, params))
@@ -166,9 +174,12 @@ def _say_end(
     elif reason == "length":
         context = llm.plan.max_context
         view.console.warn(f"{name}stopped after {tokens} tokens: the context of {context} is full.")
+    elif end.stop_reason is not None:
+        reason = repr(end.stop_reason)
     else:
-        why = "eos" if end.stop_reason is None else repr(end.stop_reason)
-        view.console.say(f"--- {name}{tokens} tokens · stop: {why}")
+        reason = "eos"
+    seed = "" if params.greedy else f" · seed {params.seed}"
+    view.console.say(f"--- {name}{tokens} tokens · stop: {reason}{seed}")
     return 0
 
 
