@@ -220,6 +220,7 @@ def finish(engine: Engine, steps: int = 5000) -> None:
         assert pool is None or pool.taken == 0
     assert not engine._groups
     assert not engine._by_request
+    assert not engine.runner.sampler._counts
 
 
 def ids_of(group: Group, index: int = 0) -> list[int]:
