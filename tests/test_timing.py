@@ -1,6 +1,9 @@
 """Timing arithmetic with clocks that are not there: order, steady state, spread, rotation."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,3 +106,84 @@ def test_the_binding_ceiling_is_the_later_of_the_two() -> None:
     assert c.bound(Cost(flops=0, bytes=4_000_000), "bf16") == (1.0, "copy")
     assert c.bound(Cost(flops=1_400_000_000, bytes=4_000_000), "bf16") == (2.0, "bf16 matmul")
     assert c.bound(Cost(flops=100_000_000, bytes=4_000_000), "fp32") == (2.0, "fp32 matmul")
+
+
+class FakeCuda:
+    """Records what a CudaStopwatch asks of torch.cuda; graphs replay the calls they captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.pools: list[Any] = []
+        book = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                book.log.append("record")
+
+            def synchronize(self) -> None:
+                book.log.append("synchronize")
+
+            def elapsed_time(self, end: "Event") -> float:
+                return 0.06  # milliseconds
+
+        class Graph:
+            def pool(self) -> int:
+                return id(self)
+
+            def replay(self) -> None:
+                book.log.append("replay")
+
+        def graph(made: Graph, pool: Any = None) -> Any:
+            book.pools.append(pool)
+            return contextlib.nullcontext()
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        fakes = {"Event": Event, "CUDAGraph": Graph, "graph": graph}
+        fakes |= {"Stream": lambda where: stream, "current_stream": lambda where: stream}
+        fakes |= {"stream": lambda s: contextlib.nullcontext()}
+        fakes |= {"device": lambda where: contextlib.nullcontext()}
+        fakes |= {"synchronize": lambda where: None}
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(timing, "FLUSH_BYTES", 4096)
+        small = dataclasses.replace(FACTS.gpu, l2=1024)
+        monkeypatch.setattr(timing.device, "info", lambda where: small)
+
+
+def test_the_stopwatch_flushes_then_times_what_was_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    watch = timing.CudaStopwatch(torch.device("cpu"))
+    assert watch.buffer.nbytes == 2 * 1024
+    assert watch.passes == 2
+    made = [0, 0]
+
+    def call(i: int) -> Callable[[], None]:
+        def run() -> None:
+            made[i] += 1
+
+        return run
+
+    calls = [call(0), call(1)]
+    first = watch.capture(calls, True)
+    # a call seems to take 60 us: 500 us hold five rounds of two, beside one warm-up
+    assert made == [1 + 3 + 5, 1 + 5]
+    cuda.log.clear()
+    assert first() == pytest.approx(6.0), "60 us over ten calls"
+    assert cuda.log == ["record", "replay", "record", "synchronize"]
+    second = watch.capture(calls, False)
+    assert made == [9 + 1 + 3 + 1, 6 + 1 + 1]
+    assert second() == pytest.approx(30.0)
+    assert cuda.pools[0] is None
+    assert cuda.pools[1] is not None, "the second candidate shares the first one's pool"
+    del first, second
+    watch.capture(calls, False)
+    assert cuda.pools[2] is None, "with all graphs gone, so is their pool"
+    single = watch.single(calls)
+    made[:] = [0, 0]
+    assert [single() for _ in range(3)] == pytest.approx([60.0] * 3)
+    assert made == [2, 1], "single launches take the input sets in turn"
