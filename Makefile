@@ -35,7 +35,7 @@ generate: $(READY)
 	$(PY) -m nemotriton.generate $(MODEL) --prompt "$(PROMPT)" $(ARGS)
 
 test: lint
-	$(PYTEST) tests
+	$(PYTEST) tests -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 	$(MAKE) --no-print-directory test-triton36
 	$(PY) -m nemotriton.autotune compile --arch sm_90,sm_100 --jobs $(JOBS)
@@ -54,6 +54,7 @@ test-triton36: $(DEV_READY) $(TRITON36_READY)
 
 test-gpu: $(READY)
 	$(INSTALL) "pytest>=8" "hypothesis>=6.100"
+	$(PY) -c "import torch; assert torch.cuda.is_available(), 'torch sees no CUDA device'"
 	$(PY) -m pytest -m gpu tests/gpu
 
 # --system-site-packages would miss the packages of a python3 that lives in a virtual environment
