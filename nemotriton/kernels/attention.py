@@ -36,6 +36,7 @@ from nemotriton.kernels.paged import (
     attention_case,
     attention_inputs,
     check_attention,
+    fp32_tile,
     owner,
 )
 
@@ -254,6 +255,8 @@ def _prefill_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 def _prefill_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the bits of a prompt must not depend on how it is cut."""
+    if "fp32" in case:
+        return fp32_tile(case)
     rows = max(next_pow2(case.H // case.Hkv), 128 if case.Dh <= 128 else 64)
     return Tile(BLOCK_M=rows, BLOCK_N=64, num_warps=8, num_stages=2)
 

@@ -25,6 +25,7 @@ from nemotriton.kernels.paged import (
     attention_case,
     attention_inputs,
     check_attention,
+    fp32_tile,
     owner,
 )
 
@@ -242,20 +243,27 @@ def _decode_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
     return Cost(4 * pairs * case.H * case.Dh, 2 * T * case.H * case.Dh * dtype.itemsize + keys)
 
 
+def _decode_default(case: Case, tokens: int) -> Tile:
+    """One tile whatever the tokens: the batch must not change a sequence's bits."""
+    if "fp32" in case:
+        return fp32_tile(case)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+
+
 ATTEND_DECODE = KernelSpec(
     op=attend_decode,
     kernels=(_attend_split, _merge_splits),
     cases=lambda config: [
-        Case(**axes, new=new, tree=0)
+        Case(**axes, new=new, tree=tree)
         for fp8 in (0, 1)
-        for new in (1, 4)
+        for new, tree in ((1, 0), (4, 0), (4, 1))
         if (axes := attention_case(config, fp8)) is not None
     ],
     small=[
         Case(H=8, Hkv=2, Dh=32, page=16, fp8=0, new=2, tree=0),
         Case(H=3, Hkv=3, Dh=24, page=32, fp8=0, new=1, tree=0),
         Case(H=32, Hkv=1, Dh=16, page=16, fp8=1, new=5, tree=1),
-        Case(H=32, Hkv=2, Dh=64, page=16, fp8=0, new=4, tree=1),
+        Case(H=16, Hkv=1, Dh=64, page=16, fp8=0, new=4, tree=1),
         Case(H=5, Hkv=1, Dh=37, page=16, fp8=1, new=3, tree=0),
     ],
     tokens=(1, 4, 16, 64, 256),
@@ -266,7 +274,7 @@ ATTEND_DECODE = KernelSpec(
         for w in (2, 4, 8)
         for s in (2, 3, 4)
     ],
-    default=lambda case, tokens: Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
+    default=_decode_default,
     cost=_decode_cost,
     small_tokens=(0, 1, 3, 10),
     per_token=("q",),

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.kv_cache import check_caches
-from nemotriton.kernels.op import Args, Case, cdiv
+from nemotriton.kernels.op import Args, Case, Tile, cdiv, next_pow2
 
 LOG2_E = math.log2(math.e)
 
@@ -49,10 +49,11 @@ def cells(pages_idx, n0, end, page_stride, row_stride, PAGE: tl.constexpr, BLOCK
 def descends(n, position, context, parents_idx, drafts):
     """bool [M, N]: key n is context, or the token at `position` itself, or one of its ancestors."""
     token = (position - context).to(tl.int64)  # index among the new tokens; negative on dead rows
-    visible = n[None, :] < context
+    key = (n - context)[None, :]
+    visible = (key < 0) | (key == token[:, None])
     for _ in range(drafts):
-        visible = visible | ((n[None, :] - context) == token[:, None])
         token = tl.load(parents_idx + token, mask=token >= 0, other=-1).to(tl.int64)
+        visible = visible | (key == token[:, None])
     return visible
 
 
@@ -137,14 +138,22 @@ def check_attention(
 
 
 def attention_axes(q: torch.Tensor, k_cache: torch.Tensor) -> dict[str, int]:
-    """The static axes of an attention call, as in `attention_cases`."""
-    return {
+    """The static axes of an attention call, as in `attention_case`; fp32 calls say so besides,
+    since IEEE dots are unrolled into scalar instructions and need a tile of their own."""
+    axes = {
         "H": q.shape[1],
         "Hkv": k_cache.shape[2],
         "Dh": q.shape[2],
         "page": k_cache.shape[1],
         "fp8": int(k_cache.dtype == torch.float8_e4m3fn),
     }
+    return axes | {"fp32": 1} if q.dtype == torch.float32 else axes
+
+
+def fp32_tile(case: Case) -> Tile:
+    """The default of fp32 calls: small, or the compiler takes minutes."""
+    rows = max(16, next_pow2(case.H // case.Hkv))
+    return Tile(BLOCK_M=rows, BLOCK_N=32, num_warps=4 if rows == 16 else 8, num_stages=1)
 
 
 def attention_case(config: object, fp8: int) -> dict[str, int] | None:

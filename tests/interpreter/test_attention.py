@@ -42,13 +42,17 @@ def piece(args: Args, rows: slice, length: int) -> Args:
     return args | {"q": q, "cu": cu, "lengths": lengths, "max_length": length, "max_new": len(q)}
 
 
-@pytest.mark.parametrize("ratio,new", [(1, 1), (1, 5), (4, 2), (16, 1), (16, 3), (16, 4), (32, 5)])
+RATIOS = [(1, 1), (1, 5), (4, 2), (16, 1), (16, 3), (16, 4), (32, 5)]
+
+
+@pytest.mark.parametrize("ratio,new", RATIOS)
 def test_decode_of_every_ratio_and_count(ratio: int, new: int, poison: Poison) -> None:
-    """Tokens on both sides of the edge of a split; then as a tree. 5 x 32 rows take three blocks."""
-    args = inputs([(new, SPLIT + new // 2), (1, 3)], ratio)
-    right(ATTEND_DECODE, args)
+    """Tokens on both sides of a split's edge, then as a tree; 5 x 32 rows take three blocks."""
+    args = inputs([(new, SPLIT + new // 2), (1, 3)], ratio, dtype=torch.float32)
     tree = [(i - 1) // 2 if i else -1 for i in range(new)]
-    right(ATTEND_DECODE, args | {"parents": torch.tensor([*tree, -1], dtype=torch.int32)})
+    with use_tile("attend_decode", Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)):
+        right(ATTEND_DECODE, args)
+        right(ATTEND_DECODE, args | {"parents": torch.tensor([*tree, -1], dtype=torch.int32)})
 
 
 @pytest.mark.parametrize("ratio", [1, 4, 16, 32])
@@ -73,16 +77,17 @@ def test_blocks_wider_than_a_page_and_narrower() -> None:
 
 
 def test_more_sequences_than_one_look_up_holds(poison: Poison) -> None:
-    plan = [(s // 40, 20 + s % 7 if s % 5 else s // 40) for s in range(150)]
+    plan = [(s // 70, 20 + s % 7 if s % 5 else s // 70) for s in range(150)]
     right(ATTEND_PREFILL, inputs(plan, ratio=16))
 
 
 def test_a_prompt_in_pieces_has_the_bits_of_the_whole() -> None:
-    args = inputs([(150, 150)], ratio=16, dtype=torch.float32)
-    whole = attend_prefill.triton(**args)
-    for first, last in ((0, 1), (1, 64), (64, 67), (67, 150), (149, 150)):
-        got = attend_prefill.triton(**piece(args, slice(first, last), last))
-        assert torch.equal(got, whole[first:last]), (first, last)
+    args = inputs([(150, 150)], ratio=4, dtype=torch.float32)
+    with use_tile("attend_prefill", Tile(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2)):
+        whole = attend_prefill.triton(**args)
+        for first, last in ((0, 1), (1, 64), (64, 67), (67, 150), (149, 150)):
+            got = attend_prefill.triton(**piece(args, slice(first, last), last))
+            assert torch.equal(got, whole[first:last]), (first, last)
 
 
 def test_drafts_and_bounds_change_no_bit_of_a_token() -> None:
@@ -129,7 +134,7 @@ def test_where_the_pages_lie_changes_no_bit() -> None:
 
 
 def test_rows_of_no_sequence_and_no_sequences_at_all_are_zeros(poison: Poison) -> None:
-    args = inputs([(3, 50), (2, 7)], ratio=4)
+    args = inputs([(3, 50), (2, 90)], ratio=4)  # 90: the tail shares blocks that need no mask
     tail = torch.full((40, 4, 16), float("nan"), dtype=torch.bfloat16)
     for op in (attend_prefill, attend_decode):
         plain = op.triton(**args)
@@ -162,8 +167,9 @@ def test_splits_tile_the_keys() -> None:
 
 
 def test_longer_splits_behind_sixteen_thousand_keys() -> None:
-    args = inputs([(2, 64 * SPLIT + 700)], ratio=2, page=64, dtype=torch.float32)
-    right(ATTEND_DECODE, args)
+    args = inputs([(2, 64 * SPLIT + 700)], ratio=2, page=128, dtype=torch.float32)
+    with use_tile("attend_decode", Tile(BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3)):
+        right(ATTEND_DECODE, args)
 
 
 @pytest.mark.parametrize("k_scale,v_scale", [(0.02, 30.0), (30.0, 0.02)])
