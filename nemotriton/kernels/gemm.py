@@ -171,7 +171,7 @@ def matmul(
         return y
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     launch(_matmul, grid, x, weight, None, None, parts, *shape, RELU2=False, **constants, **tile)
-    block = min(1024, next_pow2(N))
+    block = min(512, next_pow2(N))
     rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
     sums = (parts, bias, residual, y, r_stride, T, N)
     launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
