@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from nemotriton.errors import UnsupportedError
-from nemotriton.kernels.sample import (
-    gumbel_ref,
-    logit_thresholds_ref,
-    mass_ref,
-    philox_ref,
-    sample_tokens_ref,
-    token_logprobs,
-)
+from nemotriton.kernels.sample import gumbel_ref, philox_ref, sample_tokens_ref, token_logprobs
+from nemotriton.kernels.thresholds import logit_thresholds_ref, mass_ref
 
 INF = float("inf")
 

@@ -33,8 +33,6 @@ from nemotriton.kernels.rms_norm import (
 )
 from nemotriton.kernels.sample import (
     Logprobs,
-    logit_thresholds,
-    logit_thresholds_ref,
     philox_ref,
     sample_tokens,
     sample_tokens_ref,
@@ -48,6 +46,7 @@ from nemotriton.kernels.ssd import (
     ssd_scan_ref,
 )
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
+from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
 
 __all__ = [
     "Logprobs",

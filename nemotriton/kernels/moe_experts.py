@@ -301,19 +301,17 @@ def run_experts(
     block_n = int(tile["BLOCK_N"])
     up_tiles, down_tiles = cdiv(F, block_n), cdiv(L, block_n)
     if tile["BLOCK_M"] == 1:
-        pairs = {k: v for k, v in tile.items() if k != "BLOCK_M"}
-        up_args = (x, up, h, routing.ids, x.stride(0), F, L, K)
-        launch(_up_pair, (P * up_tiles,), *up_args, **pairs)
-        down_args = (h, down, rows, routing.weights, routing.ids, F, L)
-        launch(_down_pair, (P * down_tiles,), *down_args, **pairs)
+        size = {k: v for k, v in tile.items() if k != "BLOCK_M"}
+        ids, weights = routing.ids, routing.weights
+        launch(_up_pair, (P * up_tiles,), x, up, h, ids, x.stride(0), F, L, K, **size)
+        launch(_down_pair, (P * down_tiles,), h, down, rows, weights, ids, F, L, **size)
     else:
         blocks = most_blocks(P, E, int(tile["BLOCK_M"]))
-        block_e = next_pow2(E)
+        size = {**tile, "BLOCK_E": next_pow2(E)}
         table = (routing.order, routing.offsets)
-        up_args = (x, up, h, *table, x.stride(0), E, F, L, K)
-        launch(_up, (blocks * up_tiles,), *up_args, BLOCK_E=block_e, **tile)
-        down_args = (h, down, rows, routing.weights, *table, E, F, L)
-        launch(_down, (blocks * down_tiles,), *down_args, BLOCK_E=block_e, **tile)
+        launch(_up, (blocks * up_tiles,), x, up, h, *table, x.stride(0), E, F, L, K, **size)
+        weights = routing.weights
+        launch(_down, (blocks * down_tiles,), h, down, rows, weights, *table, E, F, L, **size)
     width = min(1024, next_pow2(L))
     launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, num_warps=4)
     return y

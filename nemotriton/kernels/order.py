@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 NOTHING = tl.constexpr(-(2**63))
+LOWEST = tl.constexpr(-2139095041)  # order_bits(-inf)
 LAST = tl.constexpr(2**31 - 1)  # the key's low half is LAST - index
 
 
@@ -34,6 +35,13 @@ def order_bits(x):
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x == x, bits, -2147483647)
+
+
+@triton.jit
+def bits_value(bits):
+    """The float32 of order_bits; -inf for anything below -inf's."""
+    x = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+    return tl.where(bits < LOWEST, float("-inf"), x)
 
 
 @triton.jit

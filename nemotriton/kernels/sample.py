@@ -1,23 +1,12 @@
 """One token a row from logits: temperature, top-k, top-p, min-p, and a seeded pick.
 
-Temperature 0 takes the largest logit, ties to the lowest id. Above 0 the filters apply in this
-order, each to what the one before left:
-
-    top-k   keeps the logits >= the k-th largest (ties with it are kept); off at k <= 0 or k >= V
-    top-p   keeps a token if the tokens with strictly larger logits hold less than top_p of the
-            mass that top-k left: the smallest top set reaching top_p, whole ties kept, never
-            empty; off at top_p >= 1
-    min-p   keeps a token at least min_p times as probable as the likeliest; off at min_p <= 0
-
-As temperature > 0 does not reorder logits, all three together are one threshold on the raw logit,
-`logit_thresholds`. The token's mass is a 40-bit fixed-point exp((x - max) / temperature), made by
-integer arithmetic and summed as integers: exact, so in any order, and equal on every device.
-
-The pick is Gumbel-max: argmax of x + temperature * g over the kept ids, ties to the lowest, where
-g = -log(-log(u)) in float64 and u comes from word (id mod 4) of Philox4x32-10 (Salmon et al. 2011)
-with key = seed and counter = (id div 4, 0, position): a row's draw depends on its own logits, seed
-and position alone, never on its neighbours or on how the work was cut. (Floating-point logs are
-the one step that devices may round apart, by 1e-16 of the value.)
+Temperature 0 (or below) takes the largest logit, ties to the lowest id. Above 0 the tokens whose
+logit reaches `logit_thresholds` (see there for the filters) compete by Gumbel-max: argmax of
+x + temperature * g, ties to the lowest id, where g = -log(-log(u)) in float64 and u comes from word
+(id mod 4) of Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (id div 4, 0,
+position). A row's draw so depends on its own logits, seed and position alone, never on its
+neighbours or on how the work was cut. Float64 logs are the one step that two devices may round
+apart, by 1e-16 of a value.
 
 NaN logits count as -inf and +inf as the largest float; a row with nothing above -inf gives id 0.
 Logits [R, V] fp32; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, positions [R] int64.
@@ -26,76 +15,32 @@ Logits [R, V] fp32; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds, 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from nemotriton.errors import UnsupportedError, require
-from nemotriton.kernels.op import op
+from nemotriton.errors import require
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
 from nemotriton.kernels.order import top_indices
+from nemotriton.kernels.thresholds import (
+    check_rows,
+    clean_ref,
+    load_logits,
+    logit_thresholds,
+    logit_thresholds_ref,
+    sampling_args,
+)
 
-LARGEST = torch.finfo(torch.float32).max
-LOG2E = 1.4426950408889634
-# 2^f on [0, 1) in units of 2^-30, from Chebyshev nodes: relative error below 4e-9
-EXP2 = (1073741824, 744260852, 257945486, 59571873, 10398316, 1330509, 234782)
 WORD = 2**32 - 1
-
-
-# ------------------------------------------------------------------------------ logit_thresholds
-def mass_ref(below: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """exp(below / temperature) in units of 2^-40, int64: below [R, n] fp32 <= 0, temperature [R].
-
-    Every step is an integer or a single fp32 operation, so that no compiler can round it apart."""
-    scale = (torch.full_like(temperature, LOG2E) / temperature).clamp_max(LARGEST)
-    exponent = ((below * scale[:, None]).clamp_min(-62.0) * 2.0**24).long()
-    fraction = (exponent & (2**24 - 1)) << 8
-    m = torch.full_like(fraction, EXP2[-1])
-    for c in EXP2[-2::-1]:
-        m = c + ((m * fraction) >> 32)
-    return (m << 10) >> -(exponent >> 24)
-
-
-def logit_thresholds_ref(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
-    """Twin of `logit_thresholds`."""
-    V = logits.shape[1]
-    temperature, floor = temperature.float(), min_p.double()
-    x = _clean(logits).sort(-1, descending=True).values
-    top = x[:, :1].clamp_min(-LARGEST)
-    k = torch.where((top_k <= 0) | (top_k >= V), V, top_k).long()
-    kth = x.gather(-1, k[:, None] - 1)
-    threshold = torch.where(k == V, -torch.inf, kth[:, 0])
-    warm = torch.where(temperature > 0, temperature, 1.0)
-    mass = torch.where(x >= kth, mass_ref(x - top, warm), 0)
-    first_equal = torch.searchsorted(-x, -x)
-    above = (mass.cumsum(-1) - mass).gather(-1, first_equal)
-    target = (top_p.float().double() * mass.sum(-1)).ceil().long().clamp_min(1)
-    nucleus = torch.where((above < target[:, None]) & (x >= kth), x, torch.inf).amin(-1)
-    threshold = torch.where(top_p < 1, torch.maximum(threshold, nucleus), threshold)
-    lowest = (top[:, 0].double() + warm.double() * floor.clamp_min(1e-300).log()).float()
-    lowest = torch.minimum(lowest, top[:, 0])
-    threshold = torch.where(min_p > 0, torch.maximum(threshold, lowest), threshold)
-    return torch.where(temperature > 0, threshold, -torch.inf)
-
-
-def _clean(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float().nan_to_num(-torch.inf, LARGEST, -torch.inf) + 0.0
-
-
-@op(ref=logit_thresholds_ref)
-def logit_thresholds(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
-    """The logit [R] fp32 from which on a row's tokens stay in play (-inf: all).
-
-    logits [R, V] fp32; temperature, top_p, min_p [R] fp32; top_k [R] int32."""
-    raise UnsupportedError("logit_thresholds has no kernel yet; use(logit_thresholds='ref')")
 
 
 # --------------------------------------------------------------------------------- sample_tokens
@@ -132,10 +77,9 @@ def sample_tokens_ref(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     """Twin of `sample_tokens`."""
-    _check(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    V = logits.shape[1]
+    _, V = check_rows(logits, temperature, top_k, top_p, min_p, seeds, positions)
     threshold = logit_thresholds_ref(logits, temperature, top_k, top_p, min_p)
-    x, heat = _clean(logits), temperature.float().double()[:, None].clamp_min(0)
+    x, heat = clean_ref(logits), temperature.float().double()[:, None].clamp_min(0)
     value = torch.where(
         x >= threshold[:, None], x + heat * gumbel_ref(seeds, positions, V), -torch.inf
     )
@@ -144,13 +88,56 @@ def sample_tokens_ref(
     return torch.where(value == value.amax(-1, keepdim=True), ids, V).amin(-1)
 
 
-def _check(logits: torch.Tensor, *per_row: torch.Tensor) -> tuple[int, int]:
-    require(logits.ndim == 2, f"logits must be [rows, vocabulary], got {tuple(logits.shape)}")
-    R, V = logits.shape
-    require(V > 0, "the vocabulary is empty")
-    for p in per_row:
-        require(p.shape == (R,), f"a sampling parameter of shape {tuple(p.shape)} for {R} rows")
-    return R, V
+@triton.jit
+def _gumbel(seed, position, quad, BLOCK_V: tl.constexpr):
+    """The noise of ids 4*quad, 4*quad + 1, ...: float64 [BLOCK_V] from quad [BLOCK_V / 4]."""
+    zero = tl.zeros_like(quad)
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero, zero + low, zero + high)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK_V])
+    u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return -tl.log(-tl.log(u))
+
+
+@triton.jit
+def _pick(
+    logits_ptr,
+    temperature_ptr,
+    threshold_ptr,
+    seeds_ptr,
+    positions_ptr,
+    values_ptr,
+    best_ptr,
+    logits_stride,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The best id of one block of one row, and its value."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(V, BLOCK_V)
+    r, block = pid // blocks, pid % blocks
+    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    heat, threshold = tl.load(temperature_ptr + r), tl.load(threshold_ptr + r)
+    x = load_logits(logits_ptr + r * logits_stride, v, V)
+    value = tl.where(heat > 0, float("-inf"), x.to(tl.float64))
+    if (heat > 0) & (tl.max(x, 0) >= threshold):  # else no token of the block is in play
+        quad = (block * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)).to(tl.uint32)
+        noise = _gumbel(tl.load(seeds_ptr + r), tl.load(positions_ptr + r), quad, BLOCK_V)
+        drawn = x.to(tl.float64) + heat.to(tl.float64) * noise
+        value = tl.where(x >= threshold, drawn, float("-inf"))
+    best, at = tl.max(value, 0, return_indices=True)
+    tl.store(values_ptr + pid, best)
+    tl.store(best_ptr + pid, block * BLOCK_V + at)
+
+
+@triton.jit
+def _pick_row(values_ptr, best_idx, ids_ptr, BLOCKS: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The best of a row's blocks, ties to the first."""
+    r = tl.program_id(0).to(tl.int64)
+    b = tl.arange(0, BLOCK_B)
+    value = tl.load(values_ptr + r * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
+    _, at = tl.max(value, 0, return_indices=True)
+    tl.store(ids_ptr + r, tl.load(best_idx + r * BLOCKS + at).to(tl.int64))
 
 
 @op(ref=sample_tokens_ref)
@@ -167,7 +154,51 @@ def sample_tokens(
 
     logits [R, V] fp32; temperature, top_p, min_p [R] fp32; top_k [R] int32; seeds [R] int64, any
     value; positions [R] int64, the index the new token will have in its sequence."""
-    raise UnsupportedError("sample_tokens has no Triton kernel yet; use(sample_tokens='ref')")
+    R, V = check_rows(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    for name, t in (("seeds", seeds), ("positions", positions)):
+        require(t.dtype == torch.int64, f"{name} must be int64, got {t.dtype}")
+    threshold = logit_thresholds(logits, temperature, top_k, top_p, min_p)
+    tile = SAMPLE_TOKENS.tile(R, logits, V=V)
+    blocks = cdiv(V, int(tile["BLOCK_V"]))
+    values = torch.empty((R, blocks), dtype=torch.float64, device=logits.device)
+    best = torch.empty((R, blocks), dtype=torch.int32, device=logits.device)
+    ids = torch.empty((R,), dtype=torch.int64, device=logits.device)
+    args = (logits, temperature, threshold, seeds, positions, values, best, logits.stride(0), V)
+    launch(_pick, (R * blocks,), *args, **tile)
+    launch(_pick_row, (R,), values, best, ids, blocks, BLOCK_B=next_pow2(blocks), num_warps=1)
+    return ids
+
+
+def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
+    rows = torch.arange(T, device=dev)
+    return sampling_args(case, T, dev, rng) | {
+        "seeds": (rows - 1) * 0x123456789ABCDEF,  # of both signs, both words full
+        "positions": rows * 7 + (rows % 2 << 33),
+    }
+
+
+SAMPLE_TOKENS = KernelSpec(
+    op=sample_tokens,
+    kernels=(_pick, _pick_row),
+    cases=lambda config: [Case(V=config.vocab)],
+    small=[Case(V=300), Case(V=17), Case(V=130)],
+    small_tokens=(0, 1, 9),
+    tokens=(1, 4, 16, 64, 256, 1024),
+    make=_make,
+    tiles=lambda case: [
+        Tile(BLOCK_V=b, num_warps=w, num_stages=1)
+        for b in (512, 1024, 2048, 4096)
+        for w in (2, 4, 8, 16)
+        if 2 <= b // (32 * w) <= 16
+    ],
+    default=lambda case, tokens: Tile(
+        BLOCK_V=max(32, min(2048, next_pow2(case.V) // 2)), num_warps=8, num_stages=1
+    ),
+    cost=lambda case, T, dtype: Cost(50 * T * case.V, 4 * T * case.V),
+    dtypes=("fp32",),
+    per_token=("logits",),
+    strided=("logits",),
+)
 
 
 # --------------------------------------------------------------------------------------- logprobs
