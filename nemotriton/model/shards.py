@@ -41,7 +41,7 @@ FLOATS = ("BF16", "F16", "F32", "F64")
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000  # the format's own limit
-_WINDOW = 64 << 20  # bytes asked for ahead of reading, and kept behind it
+_WINDOW = 32 << 20  # bytes asked for ahead of reading, and kept behind it
 _AGAIN = "Download the file again."
 
 
@@ -187,7 +187,7 @@ class ShardReader:
     def _advance(self, begin: int, end: int) -> None:
         """Have the pages after `end` read in advance, and give those before `begin` back."""
         if end > self._asked and self._asked < self._size:
-            until = min(self._size, _page(end + _WINDOW))
+            until = _page(end + _WINDOW)  # cut off at the end of the file by madvise
             self._map.madvise(mmap.MADV_WILLNEED, self._asked, until - self._asked)
             self._asked = until
         if _page(begin) - self._released >= _WINDOW:

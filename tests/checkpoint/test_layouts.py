@@ -203,6 +203,19 @@ def test_a_tied_head_that_differs_is_refused(plain: Path, tmp_path: Path) -> Non
         loaded(path)
 
 
+def test_a_tied_head_is_compared_to_its_last_row(plain: Path, tmp_path: Path) -> None:
+    table = torch.randn(9000, 32, dtype=torch.bfloat16)
+    head = table.clone()
+    head[-1, -1] += 1
+
+    def change(t: Tensors) -> Tensors:
+        return t | {"lm_head.weight": head, "backbone.embeddings.weight": table}
+
+    path = rewritten(plain, tmp_path / "m", change, tie_word_embeddings=True, vocab_size=9000)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from backbone\.embeddings"):
+        loaded(path)
+
+
 # --------------------------------------------------------------------------------------------- MTP
 def test_mtp_states(plain: Path, tmp_path: Path) -> None:
     whole = planned(plain)[1]

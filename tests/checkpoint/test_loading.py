@@ -53,7 +53,7 @@ def test_model_and_plan_must_agree(plain: Path) -> None:
 def test_a_rank_gets_its_parts(plain: Path, quantised: Path) -> None:
     parts = {
         "layers.0.mixer.in_proj.weight": (Part(0, ((3, 7), (40, 41))),),
-        f"{UP}.weight": (Part(0, ((2, 4),)), Part(1, ((4, 8),))),
+        f"{UP}.weight": (Part(0, ((0, 1), (2, 4))), Part(1, ((4, 8),))),
         "layers.3.mixer.experts.down_proj.weight": (Part(2, ((0, 2), (6, 8))),),
         "lm_head.weight": (Part(0, ((8, 16),)), Part(1, ((1, 2),))),
     }
@@ -67,7 +67,7 @@ def test_a_rank_gets_its_parts(plain: Path, quantised: Path) -> None:
             "layers.0.mixer.in_proj.weight": torch.cat([into[3:7], into[40:41]]).view(
                 whole["layers.0.mixer.in_proj.weight"].dtype
             ),
-            f"{UP}.weight": whole[f"{UP}.weight"][2:4, 4:8],
+            f"{UP}.weight": whole[f"{UP}.weight"][[0, 2, 3], 4:8],
             "layers.3.mixer.experts.down_proj.weight": torch.cat(
                 [down[..., :2], down[..., 6:8]], -1
             ),
@@ -102,6 +102,7 @@ def sparse_checkpoint(config: ModelConfig, path: Path, files: int) -> None:
             stored = {"dtype": "BF16", "shape": entry.shape, "data_offsets": [begin, end]}
             header[name if name.startswith("lm_head") else f"backbone.{name}"] = stored
         text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # aligned, as writers of the format do
         with (path / f"model-{index + 1:05d}-of-{files:05d}.safetensors").open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(file.tell() + end)

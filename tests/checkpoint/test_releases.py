@@ -1,4 +1,4 @@
-"""The public quantised releases, as their headers and quantisation files are: every tensor placed."""
+"""The public quantised releases, by their headers and quantisation files: every tensor placed."""
 
 import json
 import math
