@@ -1,4 +1,4 @@
-"""Tiny random NemotronH models of transformers, saved as real checkpoints: the oracle of the engine.
+"""Tiny random NemotronH models of transformers, saved as checkpoints: the oracle of the engine.
 
 transformers clamps dt at `time_step_min` in its chunked path only; the released models behave as
 (0, inf), so every mixer's `time_step_limit` is set to that before anything is compared.

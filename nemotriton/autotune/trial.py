@@ -240,6 +240,7 @@ class Gate:
     ) -> None:
         self.spec = point.spec
         self.op = point.op
+        self.case = point.case
         self.tokens = tokens
         rng = parity.generator(seed_of(point), where)
         build = make or self.spec.make
@@ -263,7 +264,7 @@ class Gate:
     def verdict(self, tile: Tile | None) -> parity.Verdict:
         with forced(self.op, tile):
             out = parity.run(self.spec, self.args)
-        return parity.compare(self.spec, out, self.twin, self.oracle)
+        return parity.compare(self.spec, out, self.twin, self.oracle, self.case)
 
     def apart(self, out: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> str | None:
         """Why `out` and `other`, of inputs too large for an oracle, cannot both be right.

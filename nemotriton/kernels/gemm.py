@@ -11,8 +11,8 @@ router, both are widened and multiplied in fp32 (no tf32).
 
 Few tokens are a matter of streaming the weight: it stands on the tensor core's long side
 (SWAP) and K is split over programs (SPLITS), whose partial sums a second kernel adds in a fixed
-order. Many tokens take square tiles in an order that keeps both operands in L2 (GROUP). Neither
-the split nor the order of a row's sum depends on the other rows.
+order. Many tokens take square tiles in an order that keeps both operands in L2 (GROUP). Within one
+form the order of a row's sum does not depend on how many rows there are.
 """
 
 from collections.abc import Iterator
@@ -263,8 +263,8 @@ def _default(case: Case, tokens: int) -> Tile:
         shape |= {"BLOCK_K": 64, "SWAP": False, "num_warps": 4, "num_stages": 2}
     elif few:
         rows = max(16, next_pow2(tokens))
-        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128 if rows < 64 else 64}
-        shape |= {"SWAP": True, "num_warps": 4, "num_stages": 4}
+        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128}
+        shape |= {"SWAP": True, "num_warps": 4, "num_stages": 4 if rows < 64 else 3}
     else:
         shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64}
         shape |= {"SWAP": False, "num_warps": 8, "num_stages": 3}
@@ -311,6 +311,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 
 MATMUL = KernelSpec(
+    terms=lambda case: case.K,
     op=matmul,
     kernels=(_matmul, _sum_splits),
     cases=_cases,

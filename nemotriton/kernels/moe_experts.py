@@ -381,6 +381,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 
 RUN_EXPERTS = KernelSpec(
+    terms=lambda case: case.F + case.L,
     op=run_experts,
     kernels=(_up, _down, _up_pair, _down_pair, _combine),
     cases=lambda config: [

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -32,8 +33,9 @@ DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FORCED: ContextVar[Mapping[str, str]] = ContextVar("forced implementations", default={})
-_TILES: ContextVar[Mapping[str, "Tile"]] = ContextVar("forced tiles", default={})
+_NONE: Mapping[str, Any] = MappingProxyType({})
+_FORCED: ContextVar[Mapping[str, str]] = ContextVar("forced implementations", default=_NONE)
+_TILES: ContextVar[Mapping[str, "Tile"]] = ContextVar("forced tiles", default=_NONE)
 _COMPILED: ContextVar["list[Compiled] | None"] = ContextVar("compile only", default=None)
 OPS: dict[str, "Op[..., Any]"] = {}
 SPECS: dict[str, "KernelSpec"] = {}
@@ -85,7 +87,8 @@ class Case(Mapping[str, Any]):
         try:
             return self._axes[key]
         except KeyError:
-            raise AttributeError(f"this case has no axis {key!r}, only {list(self._axes)}") from None
+            known = ", ".join(self._axes)
+            raise AttributeError(f"this case has no axis {key!r}, only {known}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._axes)
@@ -141,6 +144,7 @@ class KernelSpec:
     the buckets of the token axis. `make` returns the op's keyword arguments; `mutates` names those
     written in place, `per_token` those with one row a token (the tests poison rows of them), and
     `strided` those whose row stride is free (the tests embed them in wider, misaligned tensors).
+    `terms` is the length of the longest sum behind one output element.
     """
 
     op: "Op[..., Any]"
@@ -158,6 +162,7 @@ class KernelSpec:
     mutates: Sequence[str] = ()
     per_token: Sequence[str] = ()
     strided: Sequence[str] = ()
+    terms: Callable[[Case], int] = lambda case: 1
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
 

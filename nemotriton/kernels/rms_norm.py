@@ -61,9 +61,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.
 def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
     require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
     T, D = x.shape
-    require(
-        weight.shape == (D,), f"weight of shape {tuple(weight.shape)} does not match width {D}"
-    )
+    require(weight.shape == (D,), f"weight of shape {tuple(weight.shape)} does not match width {D}")
     require(x.stride(1) == 1, "x must have unit stride along its width; call .contiguous()")
     return T, D
 
@@ -91,6 +89,7 @@ def _make_rms_norm(
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 RMS_NORM = KernelSpec(
+    terms=lambda case: case.D,
     op=rms_norm,
     kernels=(_rms_norm,),
     cases=lambda config: [Case(D=config.width)],
@@ -163,6 +162,7 @@ def _make_add_rms_norm(
 
 
 ADD_RMS_NORM = KernelSpec(
+    terms=lambda case: case.D,
     op=add_rms_norm,
     kernels=(_add_rms_norm,),
     cases=lambda config: [Case(D=config.width)],
@@ -233,6 +233,7 @@ def _make_gated_rms_norm(
 
 
 GATED_RMS_NORM = KernelSpec(
+    terms=lambda case: case.D,
     op=gated_rms_norm,
     kernels=(_gated_rms_norm,),
     cases=lambda config: (

@@ -300,6 +300,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 
 SSD_PREFILL = KernelSpec(
+    terms=lambda case: case.Q + case.N,
     op=ssd_prefill,
     kernels=(_chunk_steps, _chunk_scores, _chunk_states, _pass_states, _chunk_scan),
     cases=_cases,

@@ -288,6 +288,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 
 SSM_UPDATE = KernelSpec(
+    terms=lambda case: case.N,
     op=ssm_update,
     kernels=(_ssm_update, _update_chain, _update_tree),
     cases=_cases,

@@ -10,7 +10,7 @@ One physical block is applied again for every further draft. Sources: the public
 TensorRT-LLM implementations and Megatron's exporter agree on order, norms and alignment.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -65,9 +65,14 @@ class MtpBlock(nn.Module):
             layers.append(MtpLayer(mixer, config, first, last, dtype, device))
         self.layers = nn.ModuleList(layers)
 
+    @property
+    def steps(self) -> list[MtpLayer]:
+        """The layers, typed."""
+        return cast("list[MtpLayer]", list(self.layers))
+
     def merge(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The block's input [T, D] from the next tokens' embeddings and the hidden states."""
-        first: Any = self.layers[0]
+        first: Any = self.steps[0]
         return first.eh_proj(torch.cat([first.enorm(embedded), first.hnorm(hidden)], dim=-1))
 
     @torch.no_grad()
@@ -79,13 +84,13 @@ class MtpBlock(nn.Module):
         embedded [T, D]: the trunk's embedding of batch.ids; hidden [T, D]: see the module."""
         residual = self.merge(embedded, hidden)
         delta: torch.Tensor | None = None
-        for layer in self.layers:
+        for layer in self.steps:
             if delta is None:
                 x = layer.norm(residual)
             else:
                 x, residual = layer.norm.add(delta, residual)
             delta = layer.mixer(x, batch, caches)
-        last: Any = self.layers[-1]
+        last: Any = self.steps[-1]
         assert delta is not None
         return last.final_layernorm.add(delta, residual)[0]
 
@@ -94,9 +99,9 @@ class MtpBlock(nn.Module):
         B, T, D = embedded.shape
         with use({"*": "ref"}):
             h = self.merge(embedded.reshape(B * T, D), hidden.reshape(B * T, D))
-            for layer in self.layers:
+            for layer in self.steps:
                 h = h + train_mixer(layer.mixer, layer.norm(h).view(B, T, D)).reshape(B * T, D)
-            last: Any = self.layers[-1]
+            last: Any = self.steps[-1]
             return last.final_layernorm(h).view(B, T, D)
 
 

@@ -9,7 +9,7 @@ boundary: "layers.N.norm", "layers.N.mixer", "layers.N" (the residual after laye
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,6 +73,11 @@ class NemotronH(nn.Module):
         self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
         self.lm_head = None if config.tied else Linear(config.vocab, config.width, dtype, device)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, typed."""
+        return cast("list[Block]", list(self.layers))
+
     def prepare(self) -> None:
         """Derive what is computed once from the weights."""
         for module in self.modules():
@@ -88,7 +93,7 @@ class NemotronH(nn.Module):
         """The hidden states [T, D] after norm_f of one step; states and pages move in place."""
         residual = self._residual(self.embeddings(batch.ids))
         delta: torch.Tensor | None = None
-        for i, block in enumerate(self.layers):
+        for i, block in enumerate(self.blocks):
             if delta is None:
                 x = block.norm(residual.to(self.dtype))
             else:
@@ -120,7 +125,7 @@ class NemotronH(nn.Module):
         set. The routing's choice of experts is not differentiated, its weights are."""
         with use({"*": "ref"}):
             h = self._residual(self.embeddings(ids))
-            for block in self.layers:
+            for block in self.blocks:
                 B, T, D = h.shape
                 x = block.norm(h.reshape(B * T, D).to(self.dtype))
                 h = h + train_mixer(block.mixer, x.view(B, T, D))

@@ -56,7 +56,9 @@ def test_norms(wide: torch.Tensor) -> None:
     for tail in (1, 300):
         far = slice(wide.shape[0] - tail, None)
         near = x[far].clone(), z[far].clone()
-        assert torch.equal(gated_rms_norm(x, z, w, groups=G)[far], gated_rms_norm(*near, w, groups=G))
+        assert torch.equal(
+            gated_rms_norm(x, z, w, groups=G)[far], gated_rms_norm(*near, w, groups=G)
+        )
     assert torch.equal(rms_norm(x, w)[-300:], rms_norm(x[-300:].clone(), w))
 
 
@@ -111,7 +113,11 @@ def test_state_pool(slot: int, cuda: torch.device) -> None:
     x = torch.randn(1, H, P, device=cuda, dtype=torch.bfloat16)
     dt = torch.randn(1, H, device=cuda, dtype=torch.bfloat16)
     B, C = (torch.randn(1, G, N, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-    A, D, bias = -torch.rand(H, device=cuda), torch.rand(H, device=cuda), torch.zeros(H, device=cuda)
+    A, D, bias = (
+        -torch.rand(H, device=cuda),
+        torch.rand(H, device=cuda),
+        torch.zeros(H, device=cuda),
+    )
     cu = ints([0, 1], cuda)
     y = ssm_update(x, dt, A, B, C, D, bias, pool, cu, ints([slot], cuda), 1)
     small = before[None].clone()
@@ -133,7 +139,9 @@ def test_pages(cuda: torch.device) -> None:
     q = torch.randn(1, 32, d, device=cuda, dtype=torch.bfloat16)
     where = (ints([0, 1], cuda), ints([2], cuda), 1, 2, d**-0.5)
     far = attend_decode(q, k, v, ints([last] + [-1] * 15, cuda)[None], *where)
-    near = attend_decode(q, k[last:].clone(), v[last:].clone(), ints([0] + [-1] * 15, cuda)[None], *where)
+    near = attend_decode(
+        q, k[last:].clone(), v[last:].clone(), ints([0] + [-1] * 15, cuda)[None], *where
+    )
     assert torch.equal(far, near)
 
 
@@ -188,7 +196,11 @@ def test_more_sequences_than_a_secondary_grid_axis_holds(cuda: torch.device) -> 
     x = torch.randn(S, h, p, device=cuda, dtype=torch.bfloat16)
     dt = torch.randn(S, h, device=cuda, dtype=torch.bfloat16)
     B, C = (torch.randn(S, 1, n, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-    A, D, bias = -torch.rand(h, device=cuda), torch.rand(h, device=cuda), torch.zeros(h, device=cuda)
+    A, D, bias = (
+        -torch.rand(h, device=cuda),
+        torch.rand(h, device=cuda),
+        torch.zeros(h, device=cuda),
+    )
     state = torch.randn(S, h, p, n, device=cuda)
     last = state[-5:].clone()
     cu, slots = (torch.arange(k, device=cuda, dtype=torch.int32) for k in (S + 1, S))

@@ -41,9 +41,7 @@ FULL = [
 
 
 @pytest.mark.parametrize("spec,case,T,dtype", FULL)
-def test_full_width(
-    spec: KernelSpec, case: Case, T: int, dtype: str, cuda: torch.device
-) -> None:
+def test_full_width(spec: KernelSpec, case: Case, T: int, dtype: str, cuda: torch.device) -> None:
     seed = zlib.crc32(f"{spec.op.name}{case}{T}{dtype}".encode())
     verdict = parity.check(spec, case, T, cuda, DTYPES[dtype], seed=seed)
     assert verdict.ok, verdict.detail
@@ -61,7 +59,7 @@ def test_every_tile_is_right_and_repeats_its_bits(
     twin, exact = parity.run(spec, args, ref=True), parity.oracle(spec, args)
     wrong, fitted = [], 0
     for tile in spec.tiles(case):
-        verdict, steady = _five_runs(spec, tile, args, twin, exact)
+        verdict, steady = _five_runs(spec, case, tile, args, twin, exact)
         if verdict is None:
             continue
         fitted += 1
@@ -72,7 +70,7 @@ def test_every_tile_is_right_and_repeats_its_bits(
 
 
 def _five_runs(
-    spec: KernelSpec, tile: Tile, args: dict, twin: dict, exact: dict
+    spec: KernelSpec, case: Case, tile: Tile, args: dict, twin: dict, exact: dict
 ) -> tuple[parity.Verdict | None, bool]:
     from triton.runtime.errors import OutOfResources
 
@@ -82,7 +80,7 @@ def _five_runs(
             out = parity.run(spec, args)
         except OutOfResources:
             return None, True
-        verdict = parity.compare(spec, out, twin, exact)
+        verdict = parity.compare(spec, out, twin, exact, case)
         for _ in range(5):
             hashes.add(digest(parity.run(spec, args)))
     return verdict, len(hashes) == 1

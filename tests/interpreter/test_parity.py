@@ -36,7 +36,7 @@ def test_matches_twin(spec: KernelSpec, case: Case, T: int, dtype: str, poison: 
     args = build(spec, case, T, dtype)
     out = parity.run(spec, args)
     verdict = parity.compare(
-        spec, out, parity.run(spec, args, ref=True), parity.oracle(spec, args)
+        spec, out, parity.run(spec, args, ref=True), parity.oracle(spec, args), case
     )
     assert verdict.ok, verdict.detail
 
@@ -62,9 +62,7 @@ def test_strided_and_misaligned_inputs(
 
 
 @pytest.mark.parametrize("spec,case,T,dtype", ONE)
-def test_a_sick_neighbour_changes_no_bit(
-    spec: KernelSpec, case: Case, T: int, dtype: str
-) -> None:
+def test_a_sick_neighbour_changes_no_bit(spec: KernelSpec, case: Case, T: int, dtype: str) -> None:
     """NaN in the first sequence (or row) leaves every other row as it was."""
     if not spec.per_token:
         pytest.skip("this op has no rows that must be independent")
