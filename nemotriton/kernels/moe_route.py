@@ -149,6 +149,22 @@ def _limit_groups(
 
 
 @triton.jit
+def _best(keys, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+    """ids [BLOCK_T, BLOCK_K] of the K largest keys of every row, and slot, as the keys: the j of
+    a chosen expert, -1 of the others."""
+    j = tl.arange(0, BLOCK_K)
+    ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+    slot = tl.full(keys.shape, -1, tl.int32)
+    for r in range(K):
+        best = tl.max(keys, 1)
+        won = keys == best[:, None]
+        ids = tl.where(j[None, :] == r, key_index(best)[:, None], ids)
+        slot = tl.where(won, r, slot)
+        keys = tl.where(won, NOTHING, keys)
+    return ids, slot
+
+
+@triton.jit
 def _place(order_ptr, slot, first, t, K: tl.constexpr):
     """Store the pairs of a block of tokens; slot [BLOCK_T, experts] is j, or -1 where not chosen,
     first [experts] where the block's pairs of each expert begin."""
@@ -198,16 +214,8 @@ def _route(
     if TOP_GROUPS < GROUPS:
         keys = _limit_groups(keys, choice, GROUPS, TOP_GROUPS, BLOCK_T, BLOCK_G, BLOCK_S)
 
+    ids, slot = _best(keys, K, BLOCK_T, BLOCK_K)
     j = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    slot = tl.full([BLOCK_T, BLOCK_G * BLOCK_S], -1, tl.int32)
-    for r in range(K):
-        best = tl.max(keys, 1)
-        won = keys == best[:, None]
-        ids = tl.where(j[None, :] == r, key_index(best)[:, None], ids)
-        slot = tl.where(won, r, slot)
-        keys = tl.where(won, NOTHING, keys)
-
     pairs = live[:, None] & (j < K)[None, :]
     weight = _sigmoid(tl.load(logits[:, None] + ids, mask=pairs, other=0.0))
     weight = tl.where(pairs, weight, 0.0)
