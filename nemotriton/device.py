@@ -28,7 +28,7 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda(index: int) -> DeviceInfo:
     p = torch.cuda.get_device_properties(index)
     return DeviceInfo(

@@ -25,9 +25,7 @@ class UnsupportedError(NemotritonError):
     """A shape, dtype or feature that this build or this device cannot do."""
 
 
-def require(
-    condition: bool, message: str, error: type[NemotritonError] = UnsupportedError
-) -> None:
+def require(condition: bool, message: str, error: type[NemotritonError] = UnsupportedError) -> None:
     """Raise `error` with `message` unless `condition` holds."""
     if not condition:
         raise error(message)

@@ -58,8 +58,10 @@ def test_decode_of_every_ratio_and_count(ratio: int, new: int, poison: Poison) -
 @pytest.mark.parametrize("ratio", [1, 4, 16, 32])
 @pytest.mark.parametrize("page", [16, 64, 128])
 def test_prefill_of_every_ratio_and_page(ratio: int, page: int, poison: Poison) -> None:
-    plan = [(0, 9), (33, 33), (1, 130), (2, 0), (17, 64), (0, 0), (9, 65)]
-    right(ATTEND_PREFILL, inputs(plan, ratio, page=page))
+    """Among them a block whose second token sees just one key more, the last of a block of keys."""
+    plan = [(0, 9), (33, 33), (1, 130), (2, 0), (2, 128), (0, 0), (9, 65)]
+    with use_tile("attend_prefill", Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)):
+        right(ATTEND_PREFILL, inputs(plan, ratio, page=page, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("width", [16, 40, 256])
