@@ -3,6 +3,7 @@
 One program is one sequence, one head and BLOCK_P rows of its state, kept in registers [BLOCK_P,
 BLOCK_N] from the first token to the last. Of a tensor `foo`, foo_t is the stride of tokens, foo_h
 of heads, foo_g of groups, foo_slot of slots. A pad (slot -1) reads nothing and writes zeros to y.
+Lanes may lie over the stored state: a program reads its part of that once, before it writes any.
 """
 
 import triton
@@ -80,7 +81,7 @@ def _ssm_update(
 @triton.jit
 def _update_chain(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, lanes_ptr,
-    cu_idx, slots_idx,
+    cu_idx, slots_idx, lane_slots_idx,
     x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, lanes_slot, H, heads_per_group,
     low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -100,6 +101,9 @@ def _update_chain(
     on_p, on_n = on & (p < P), on & (n < N)
     inner = head * P * N + p[:, None] * N + n[None, :]
     lane = tl.full((), P * N, tl.int64) * H
+    home = slot
+    if lane_slots_idx is not None:
+        home = tl.load(lane_slots_idx + s).to(tl.int64)
     mask = (on_p & (count > 0))[:, None] & (n < N)[None, :]
     h = tl.load(state_ptr + slot * state_slot + inner, mask=mask, other=0.0).to(tl.float32)
     A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
@@ -117,7 +121,7 @@ def _update_chain(
         kept = h.to(state_ptr.dtype.element_ty)
         h = kept.to(tl.float32)
         if lanes_ptr is not None:
-            tl.store(lanes_ptr + slot * lanes_slot + t * lane + inner, kept, mask=mask)
+            tl.store(lanes_ptr + home * lanes_slot + t * lane + inner, kept, mask=mask)
     if UPDATE:
         kept = h.to(state_ptr.dtype.element_ty)
         tl.store(state_ptr + slot * state_slot + inner, kept, mask=mask)
@@ -138,7 +142,7 @@ def _path(parents_idx, t):
 @triton.jit
 def _update_tree(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, lanes_ptr,
-    cu_idx, slots_idx, parents_idx,
+    cu_idx, slots_idx, lane_slots_idx, parents_idx,
     x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, lanes_slot, H, heads_per_group,
     low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -157,6 +161,9 @@ def _update_tree(
     on_p, on_n = on & (p < P), on & (n < N)
     inner = head * P * N + p[:, None] * N + n[None, :]
     lane = tl.full((), P * N, tl.int64) * H
+    home = slot
+    if lane_slots_idx is not None:
+        home = tl.load(lane_slots_idx + s).to(tl.int64)
     mask = (on_p & (count > 0))[:, None] & (n < N)[None, :]
     stored = tl.load(state_ptr + slot * state_slot + inner, mask=mask, other=0.0).to(tl.float32)
     A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
@@ -181,4 +188,4 @@ def _update_tree(
         _emit(h, x, C_at + t * C_t, D, z_ptr, z_t_offset, y_at + t * H * P, on_p, on_n, p < P)
         if lanes_ptr is not None:
             kept = h.to(lanes_ptr.dtype.element_ty)
-            tl.store(lanes_ptr + slot * lanes_slot + t * lane + inner, kept, mask=mask)
+            tl.store(lanes_ptr + home * lanes_slot + t * lane + inner, kept, mask=mask)

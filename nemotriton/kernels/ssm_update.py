@@ -82,20 +82,23 @@ def ssm_update_ref(
     lanes: torch.Tensor | None = None,
     update_state: bool = True,
     parents: torch.Tensor | None = None,
+    lane_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `ssm_update`: sequence by sequence, token by token."""
     f = acc_dtype(x)
     dt, y, starts = time_step_ref(dt, dt_bias, dt_limit), torch.zeros_like(x), cu.tolist()
+    homes = (slots if lane_slots is None else lane_slots).tolist()
     for s, slot in enumerate(slots.tolist()):
+        stored = state[slot].to(f, copy=True)  # lanes may lie over it
         seen: list[torch.Tensor] = []
         for t, row in enumerate(range(starts[s], starts[s + 1] if slot >= 0 else starts[s])):
             parent = t - 1 if parents is None else int(parents[row])
-            h = seen[parent] if parent >= 0 else state[slot].to(f)
+            h = seen[parent] if parent >= 0 else stored
             out, h = ssm_step_ref(h, x[row], dt[row], A, B[row], C[row], D)
             y[row] = (out if z is None else out * silu_ref(z[row].to(f))).to(x.dtype)
             seen.append(h.to(state.dtype).to(f))
             if lanes is not None:
-                lanes[slot, t] = seen[-1].to(lanes.dtype)
+                lanes[homes[s], t] = seen[-1].to(lanes.dtype)
         if seen and update_state:
             state[slot] = seen[-1].to(state.dtype)
     return y
@@ -120,18 +123,24 @@ def ssm_update(
     lanes: torch.Tensor | None = None,
     update_state: bool = True,
     parents: torch.Tensor | None = None,
+    lane_slots: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance every sequence by its 0..max_new new tokens; returns y [T, H, P] in x's dtype.
 
     x [T, H, P], dt [T, H], B, C [T, G, N]: rows of packed tokens, `cu` [S+1] where they start.
     state [slots, H, P, N]: slots[s] is read and, with update_state, written; slot -1 is a pad.
     lanes [slots, >= max_new, H, P, N] in state's dtype: lanes[slot, t] becomes the state after new
-    token t. parents int32 [T]: the new token, counted within its sequence, that each continues
-    from, -1 for the stored state; parents stand before their children. A tree has no one final
-    state, so it needs update_state=False."""
+    token t; lane_slots int32 [S] says which slot of `lanes` where it is not that of `state`, and
+    then a lane may be the very memory that the state is read from. parents int32 [T]: the new
+    token, counted within its sequence, that each continues from, -1 for the stored state; parents
+    stand before their children. A tree has no one final state, so it needs update_state=False."""
     T, H, P = x.shape
     G, N = check_rows(x, dt, B, C, state, z)
     _check_lanes(state, lanes, max_new, update_state, parents)
+    require(
+        lane_slots is None or lane_slots.shape == slots.shape,
+        f"lane_slots must name a slot for each of {slots.shape[0]} sequences",
+    )
     y = torch.empty((T, H, P), dtype=x.dtype, device=x.device)
     single = max_new == 1 and lanes is None and parents is None
     axes = {"H": H, "P": P, "N": N, "G": G, "STATE": DTYPE_NAMES.get(state.dtype, "?")}
@@ -148,10 +157,11 @@ def ssm_update(
     slot_strides = (state.stride(0), 0 if lanes is None else lanes.stride(0))
     where = (*strides, *gate, *slot_strides, *rest)
     if parents is None:
-        operands = (*inputs, lanes, cu, slots, *where)
+        operands = (*inputs, lanes, cu, slots, lane_slots, *where)
         launch(_update_chain, grid, *operands, UPDATE=update_state, **tile)
     else:
-        launch(_update_tree, grid, *inputs, lanes, cu, slots, parents, *where, **tile)
+        operands = (*inputs, lanes, cu, slots, lane_slots, parents, *where)
+        launch(_update_tree, grid, *operands, **tile)
     return y
 
 

@@ -97,6 +97,35 @@ def test_a_branch_has_the_bits_of_the_chain_of_its_path(dtype: torch.dtype, pois
     assert torch.equal(plain, y)  # lanes are an output only
 
 
+@pytest.mark.parametrize("ref", [False, True], ids=["kernel", "twin"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_lanes_may_lie_over_the_state_they_start_from(
+    tree: bool, ref: bool, poison: Poison
+) -> None:
+    """The stored state of slot s is one of its own lanes; so a commit need not copy anything."""
+    lengths, slots, cursors = [3, 1, 2, 4], [2, 0, -1, 1], [1, 3, 0, 0]
+    a = as_model(inputs(10, SIZES), torch.bfloat16)
+    parents = [-1, 0, 0, -1, -1, 0, -1, 0, 1, 1] if tree else None
+    options = {"update_state": False, "ref": ref} | (
+        {"parents": torch.tensor(parents, dtype=torch.int32)} if parents else {}
+    )
+    state = pool(3, [0, 1, 2], torch.bfloat16)
+    apart = lanes_of(state, 4)
+    want = update(a, state, lengths, slots, lanes=apart, **options)
+    whole = lanes_of(state, 4)
+    for slot, cursor in zip(slots, cursors):
+        if slot >= 0:
+            whole[slot, cursor] = state[slot]
+    cells = [4 * slot + cursor if slot >= 0 else -1 for slot, cursor in zip(slots, cursors)]
+    homes = torch.tensor(slots, dtype=torch.int32)
+    flat = whole.flatten(0, 1)
+    y = update(a, flat, lengths, cells, lanes=whole, lane_slots=homes, **options)
+    assert torch.equal(y, want)
+    for slot, length in zip(slots, lengths):
+        if slot >= 0:
+            assert torch.equal(whole[slot, :length], apart[slot, :length])
+
+
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 0, 2]])
 def test_gate_limits_and_extreme_steps(lengths: list[int], poison: Poison) -> None:
     sizes = Sizes(H=4, P=5, N=20, G=2)
