@@ -66,32 +66,44 @@ class _Collector:
         self.found[name] = Expected(shape, Role.FP32)
 
     def matrix(self, name: str, rows: int, cols: int, bias: bool = False, experts: int = 0) -> None:
-        lead = (experts,) if experts else ()
-        storage = self.scheme.of(name)
-        match storage:
-            case Format.BF16:
-                self._part(f"{name}.weight", (*lead, rows, cols), Role.MATRIX, experts)
-            case Format.FP8:
-                self._part(f"{name}.weight", (*lead, rows, cols), Role.FP8, experts)
-                self._part(f"{name}.weight_scale", lead, Role.SCALE, experts)
-            case Format.NVFP4:
-                if cols % NVFP4_GROUP:
-                    raise ConfigError(
-                        f"{name} has {cols} columns, not a multiple of NVFP4's groups of "
-                        f"{NVFP4_GROUP}; keep this matrix in bf16."
-                    )
-                self._part(f"{name}.weight", (*lead, rows, cols // 2), Role.CODES, experts)
-                scales = (*lead, rows, cols // NVFP4_GROUP)
-                self._part(f"{name}.weight_scale", scales, Role.BLOCK_SCALE, experts)
-                self._part(f"{name}.weight_scale_2", lead, Role.SCALE, experts)
-        if storage is not Format.BF16 and self.scheme.has_input_scale(name):
-            self._part(f"{name}.input_scale", lead, Role.SCALE, experts)
+        self.found |= matrix_parts(name, rows, cols, self.scheme, experts)
         if bias:
             self.vector(f"{name}.bias", rows)
 
-    def _part(self, name: str, shape: tuple[int, ...], role: Role, experts: int) -> None:
-        columns = {Role.CODES: 2, Role.BLOCK_SCALE: NVFP4_GROUP}.get(role, 1)
-        self.found[name] = Expected(shape, role, name.rpartition(".")[0], experts, columns)
+
+def matrix_parts(
+    name: str, rows: int, cols: int, scheme: QuantScheme, experts: int = 0
+) -> dict[str, Expected]:
+    """The tensors that hold the matrix `name` [rows, cols], of every expert, in its format.
+
+    ConfigError where the columns cannot be in that format.
+    """
+    lead = (experts,) if experts else ()
+    storage = scheme.of(name)
+    found = {}
+
+    def part(tail: str, shape: tuple[int, ...], role: Role, columns: int = 1) -> None:
+        found[f"{name}.{tail}"] = Expected(shape, role, name, experts, columns)
+
+    match storage:
+        case Format.BF16:
+            part("weight", (*lead, rows, cols), Role.MATRIX)
+        case Format.FP8:
+            part("weight", (*lead, rows, cols), Role.FP8)
+            part("weight_scale", lead, Role.SCALE)
+        case Format.NVFP4:
+            if cols % NVFP4_GROUP:
+                raise ConfigError(
+                    f"{name} has {cols} columns, not a multiple of NVFP4's groups of "
+                    f"{NVFP4_GROUP}; keep this matrix in bf16."
+                )
+            part("weight", (*lead, rows, cols // 2), Role.CODES, 2)
+            scales = (*lead, rows, cols // NVFP4_GROUP)
+            part("weight_scale", scales, Role.BLOCK_SCALE, NVFP4_GROUP)
+            part("weight_scale_2", lead, Role.SCALE)
+    if storage is not Format.BF16 and scheme.has_input_scale(name):
+        part("input_scale", lead, Role.SCALE)
+    return found
 
 
 def expected(

@@ -1,13 +1,52 @@
 """Thin holders of weights: linear maps, the embedding, RMS norms and stacked experts.
 
 Parameters are allocated uninitialised on the device asked for and filled by `checkpoint.load` or
-`synth.fill`; their names are those of the checkpoint. Nothing here computes: the ops do.
+`synth.fill`; their names, shapes and dtypes are those of the checkpoint, matrix by matrix as its
+scheme says. Nothing here computes: the ops do.
+
+    stored as   activations as they are      quantised (`Scope.act_quant`, where the file allows it)
+    bf16        matmul                       -
+    fp8         w8a16                        w8a8: x rounded to e4m3 / input_scale
+    nvfp4       w4a16                        w4a4: x rounded to NVFP4 with input_scale as global
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from nemotriton.kernels import add_rms_norm, matmul, rms_norm
+from nemotriton.errors import require
+from nemotriton.kernels import (
+    Routing,
+    add_rms_norm,
+    matmul,
+    rms_norm,
+    run_experts,
+)
+from nemotriton.model.checkpoint import destination_dtype
+from nemotriton.model.expected import matrix_parts
+from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where in a model a module stands (its canonical name), and how its weights are made.
+
+    dtype: of weights that are not quantised, and of activations. act_quant: activations are
+    quantised at every matrix whose checkpoint was made for that.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    scheme: QuantScheme = UNQUANTISED
+    act_quant: bool = False
+    name: str = ""
+
+    def at(self, name: str) -> Scope:
+        """The scope of a module inside this one."""
+        return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -15,15 +54,41 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
-class Linear(nn.Module):
-    """y = epilogue(x W^T + b), weight [rows, cols] as the checkpoint stores it."""
+class Matrix(nn.Module):
+    """A matrix [rows, cols], or one of each expert, in the format that the scheme gives it.
 
-    def __init__(
-        self, rows: int, cols: int, dtype: torch.dtype, device: torch.device, bias: bool = False
-    ) -> None:
+    weight: bf16 [rows, cols], fp8 the same, nvfp4 codes [rows, cols / 2]. weight_scale: fp8 one
+    value, nvfp4 [rows, cols / 16]. weight_scale_2, input_scale: one value. All with [experts] in
+    front where there are experts. `used_input_scale` is None where activations stay as they are.
+    """
+
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    weight_scale_2: nn.Parameter
+    input_scale: nn.Parameter
+
+    def __init__(self, rows: int, cols: int, scope: Scope, experts: int = 0) -> None:
         super().__init__()
-        self.weight = parameter((rows, cols), dtype, device)
-        self.bias = parameter((rows,), dtype, device) if bias else None
+        self.storage = scope.scheme.of(scope.name)
+        self.quantises = scope.act_quant and not scope.scheme.weight_only(scope.name)
+        parts = matrix_parts(scope.name, rows, cols, scope.scheme, experts)
+        for name, entry in parts.items():
+            dtype = destination_dtype(entry.role, scope.dtype)
+            part = parameter(entry.shape, dtype, scope.device)
+            self.register_parameter(name.rpartition(".")[2], part)
+
+    @property
+    def used_input_scale(self) -> torch.Tensor | None:
+        """The static scale that activations are quantised with, or None."""
+        return self.input_scale if self.quantises else None
+
+
+class Linear(Matrix):
+    """y = epilogue(x W^T + b), W [rows, cols] in any format."""
+
+    def __init__(self, rows: int, cols: int, scope: Scope, bias: bool = False) -> None:
+        super().__init__(rows, cols, scope)
+        self.bias = parameter((rows,), scope.dtype, scope.device) if bias else None
 
     def forward(
         self,
@@ -33,9 +98,8 @@ class Linear(nn.Module):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """x [T, cols] -> [T, rows]; epilogue "none", "relu2" or "residual" (adds `residual`)."""
-        return matmul(
-            x, self.weight, self.bias, epilogue=epilogue, residual=residual, out_dtype=out_dtype
-        )
+        require(self.storage is Format.BF16, f"{self.storage} matrices have no kernel yet")
+        return matmul(x, self.weight, self.bias, epilogue, residual, out_dtype)
 
 
 class Embedding(nn.Module):
@@ -66,21 +130,24 @@ class RMSNorm(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' two matrices, stacked: up [E, F, L] and down [E, L, F]."""
+    """The routed experts' two matrices, stacked: up [E, F, L] and down [E, L, F], in one format.
 
-    def __init__(
-        self, experts: int, width: int, latent: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    Every expert keeps its own scales. UnsupportedError where up and down differ in format.
+    """
+
+    def __init__(self, experts: int, width: int, latent: int, scope: Scope) -> None:
         super().__init__()
-        self.up_proj = Stacked(experts, width, latent, dtype, device)
-        self.down_proj = Stacked(experts, latent, width, dtype, device)
+        self.up_proj = Matrix(width, latent, scope.at("up_proj"), experts)
+        self.down_proj = Matrix(latent, width, scope.at("down_proj"), experts)
+        up, down = self.up_proj.storage, self.down_proj.storage
+        require(
+            up is down,
+            f"{scope.name}: up_proj is stored as {up} and down_proj as {down}; quantise both "
+            "alike, or neither",
+        )
 
-
-class Stacked(nn.Module):
-    """One matrix an expert, weight [E, rows, cols]."""
-
-    def __init__(
-        self, experts: int, rows: int, cols: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        super().__init__()
-        self.weight = parameter((experts, rows, cols), dtype, device)
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x [T, L] -> the weighted sum over each token's experts, [T, L]."""
+        up, down = self.up_proj, self.down_proj
+        require(up.storage is Format.BF16, f"{up.storage} experts have no kernel yet")
+        return run_experts(x, up.weight, down.weight, routing)

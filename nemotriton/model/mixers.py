@@ -18,13 +18,12 @@ from nemotriton.kernels import (
     gated_rms_norm,
     matmul,
     route_experts,
-    run_experts,
     ssd_prefill,
     ssm_update,
     write_kv,
 )
 from nemotriton.model.config import AttentionConfig, MambaConfig, ModelConfig, MoeConfig
-from nemotriton.model.layers import Experts, Linear, RMSNorm, parameter
+from nemotriton.model.layers import Experts, Linear, RMSNorm, Scope, parameter
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -46,20 +45,19 @@ class MambaMixer(nn.Module):
 
     A_log, D and dt_bias [H] are kept in fp32, since the recurrence depends on them."""
 
-    def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, index: int, scope: Scope) -> None:
         super().__init__()
         assert config.mamba is not None
         m = self.mamba = config.mamba
+        dtype, device = scope.dtype, scope.device
         self.index = index
-        self.in_proj = Linear(m.in_rows, config.width, dtype, device, m.proj_bias)
+        self.in_proj = Linear(m.in_rows, config.width, scope.at("in_proj"), m.proj_bias)
         self.conv1d = Conv1d(m, dtype, device)
         self.A_log = parameter((m.heads,), torch.float32, device)
         self.D = parameter((m.heads,), torch.float32, device)
         self.dt_bias = parameter((m.heads,), torch.float32, device)
         self.norm = RMSNorm(m.inner, config.eps, dtype, device)
-        self.out_proj = Linear(config.width, m.inner, dtype, device, m.proj_bias)
+        self.out_proj = Linear(config.width, m.inner, scope.at("out_proj"), m.proj_bias)
         self.register_buffer("A", None, persistent=False)
 
     def prepare(self) -> None:
@@ -153,21 +151,26 @@ class MambaMixer(nn.Module):
 
 
 class AttentionMixer(nn.Module):
-    """Causal grouped-query attention without any positional encoding, over a paged cache."""
+    """Causal grouped-query attention without any positional encoding, over a paged cache.
 
-    def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    k_proj.k_scale and v_proj.v_scale, where the checkpoint has them, are the scales of fp8 caches:
+    a stored key or value times its scale is the number meant. Without them the scale is 1."""
+
+    def __init__(self, config: ModelConfig, index: int, scope: Scope) -> None:
         super().__init__()
         assert config.attention is not None
         a: AttentionConfig = config.attention
         self.attention = a
         self.index = index
         self.scale = a.head_dim**-0.5
-        self.q_proj = Linear(a.q_rows, config.width, dtype, device, a.bias)
-        self.k_proj = Linear(a.kv_rows, config.width, dtype, device, a.bias)
-        self.v_proj = Linear(a.kv_rows, config.width, dtype, device, a.bias)
-        self.o_proj = Linear(config.width, a.q_rows, dtype, device, a.bias)
+        self.q_proj = Linear(a.q_rows, config.width, scope.at("q_proj"), a.bias)
+        self.k_proj = Linear(a.kv_rows, config.width, scope.at("k_proj"), a.bias)
+        self.v_proj = Linear(a.kv_rows, config.width, scope.at("v_proj"), a.bias)
+        self.o_proj = Linear(config.width, a.q_rows, scope.at("o_proj"), a.bias)
+        scaled = scope.name in scope.scheme.kv_scaled
+        for proj, name in ((self.k_proj, "k_scale"), (self.v_proj, "v_scale")):
+            scale = parameter((), torch.float32, scope.device) if scaled else None
+            proj.register_parameter(name, scale)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [T, Hq, Dh], k and v [T, Hkv, Dh]."""
@@ -178,20 +181,27 @@ class AttentionMixer(nn.Module):
             self.v_proj(x).unflatten(-1, (a.kv_heads, a.head_dim)),
         )
 
+    def scales(self, cache: torch.Tensor) -> tuple[Any, Any]:
+        """k and v scale of `cache`; None unless it is fp8: wider caches hold the numbers meant."""
+        if cache.dtype != torch.float8_e4m3fn:
+            return None, None
+        return self.k_proj.k_scale, self.v_proj.v_scale
+
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
         q, k, v = self.project(x)
         k_cache, v_cache = caches.kv.layer(self.index)
-        write_kv(k, v, k_cache, v_cache, batch.kv_rows)
+        scales = self.scales(k_cache)
+        write_kv(k, v, k_cache, v_cache, batch.kv_rows, *scales)
         parts = []
         if batch.decode is not None:
             s = batch.decode
             rows = q[: s.end]
-            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale)
+            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale, *scales)
             parts.append(attend_decode(rows, k_cache, v_cache, *where, parents=s.parents))
         if batch.prefill is not None:
             s = batch.prefill
             rows = q[s.start :]
-            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale)
+            where = (s.pages, s.cu, s.lengths, s.max_new, s.max_length, self.scale, *scales)
             parts.append(attend_prefill(rows, k_cache, v_cache, *where))
         return self.o_proj(joined(parts).flatten(1))
 
@@ -199,12 +209,10 @@ class AttentionMixer(nn.Module):
 class MlpMixer(nn.Module):
     """down(relu(up(x))^2): two matrices, no gate."""
 
-    def __init__(
-        self, width: int, inner: int, dtype: torch.dtype, device: torch.device, bias: bool = False
-    ) -> None:
+    def __init__(self, width: int, inner: int, scope: Scope, bias: bool = False) -> None:
         super().__init__()
-        self.up_proj = Linear(inner, width, dtype, device, bias)
-        self.down_proj = Linear(width, inner, dtype, device, bias)
+        self.up_proj = Linear(inner, width, scope.at("up_proj"), bias)
+        self.down_proj = Linear(width, inner, scope.at("down_proj"), bias)
 
     def forward(
         self,
@@ -234,20 +242,20 @@ class MoeMixer(nn.Module):
     The router and the shared expert read the full-width x; only the routed part goes through
     fc1_latent_proj and fc2_latent_proj."""
 
-    def __init__(
-        self, config: ModelConfig, moe: MoeConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, moe: MoeConfig, scope: Scope) -> None:
         super().__init__()
         self.moe = moe
         width, latent = config.width, moe.latent or config.width
-        self.gate = Gate(moe.experts, width, device)
-        self.experts = Experts(moe.experts, moe.width, latent, dtype, device)
-        bias = config.mlp_bias
+        self.gate = Gate(moe.experts, width, scope.device)
+        self.experts = Experts(moe.experts, moe.width, latent, scope.at("experts"))
+        bias, shared = config.mlp_bias, scope.at("shared_experts")
         self.shared_experts = (
-            MlpMixer(width, moe.shared_width, dtype, device, bias) if moe.shared_width else None
+            MlpMixer(width, moe.shared_width, shared, bias) if moe.shared_width else None
         )
-        self.fc1_latent_proj = Linear(latent, width, dtype, device, bias) if moe.latent else None
-        self.fc2_latent_proj = Linear(width, latent, dtype, device, bias) if moe.latent else None
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if moe.latent:
+            self.fc1_latent_proj = Linear(latent, width, scope.at("fc1_latent_proj"), bias)
+            self.fc2_latent_proj = Linear(width, latent, scope.at("fc2_latent_proj"), bias)
 
     def route(self, x: torch.Tensor) -> Any:
         """The experts and weights of every token of x [T, D] (a `Routing`)."""
@@ -262,8 +270,7 @@ class MoeMixer(nn.Module):
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
         routing = self.route(x)
         routed = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        weights = (self.experts.up_proj.weight, self.experts.down_proj.weight)
-        routed = run_experts(routed, *weights, routing)
+        routed = self.experts(routed, routing)
         if self.fc2_latent_proj is not None:
             routed = self.fc2_latent_proj(routed)
         if self.shared_experts is None:

@@ -17,7 +17,8 @@ from torch import nn
 
 from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.layers import Linear, RMSNorm
+from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.layers import Linear, RMSNorm, Scope
 from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
 from nemotriton.model.training import train_mixer
 
@@ -31,14 +32,14 @@ class MtpLayer(nn.Module):
         config: ModelConfig,
         first: bool,
         last: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        scope: Scope,
     ) -> None:
         super().__init__()
         width, eps = config.width, config.eps
+        dtype, device = scope.dtype, scope.device
         self.enorm = RMSNorm(width, eps, dtype, device) if first else None
         self.hnorm = RMSNorm(width, eps, dtype, device) if first else None
-        self.eh_proj = Linear(width, 2 * width, dtype, device) if first else None
+        self.eh_proj = Linear(width, 2 * width, scope.at("eh_proj")) if first else None
         self.norm = RMSNorm(width, eps, dtype, device)
         self.mixer = mixer
         self.final_layernorm = RMSNorm(width, eps, dtype, device) if last else None
@@ -47,10 +48,18 @@ class MtpLayer(nn.Module):
 class MtpBlock(nn.Module):
     """The draft block of a checkpoint; its caches are the rows behind the trunk's."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: QuantScheme = UNQUANTISED,
+        act_quant: bool = False,
+    ) -> None:
         super().__init__()
         assert config.mtp is not None
         self.dtype = dtype
+        scope = Scope(dtype, device, scheme, act_quant, "mtp.layers")
         counts = {
             LayerKind.MAMBA: len(config.mamba_layers),
             LayerKind.ATTENTION: len(config.attention_layers),
@@ -58,11 +67,12 @@ class MtpBlock(nn.Module):
         pattern = config.mtp.pattern
         layers = []
         for j, kind in enumerate(pattern):
-            mixer = _mixer(config, kind, counts.get(kind, 0), dtype, device)
+            inside = scope.at(str(j))
+            mixer = _mixer(config, kind, counts.get(kind, 0), inside.at("mixer"))
             if kind in counts:
                 counts[kind] += 1
             first, last = j == 0, j == len(pattern) - 1
-            layers.append(MtpLayer(mixer, config, first, last, dtype, device))
+            layers.append(MtpLayer(mixer, config, first, last, inside))
         self.layers = nn.ModuleList(layers)
 
     @property
@@ -105,17 +115,15 @@ class MtpBlock(nn.Module):
             return last.final_layernorm(h).view(B, T, D)
 
 
-def _mixer(
-    config: ModelConfig, kind: LayerKind, index: int, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def _mixer(config: ModelConfig, kind: LayerKind, index: int, scope: Scope) -> nn.Module:
     match kind:
         case LayerKind.MAMBA:
-            return MambaMixer(config, index, dtype, device)
+            return MambaMixer(config, index, scope)
         case LayerKind.ATTENTION:
-            return AttentionMixer(config, index, dtype, device)
+            return AttentionMixer(config, index, scope)
         case LayerKind.MLP:
             width = config.mtp_mlp_width
-            return MlpMixer(config.width, width, dtype, device, config.mlp_bias)
+            return MlpMixer(config.width, width, scope, config.mlp_bias)
         case LayerKind.MOE:
             assert config.mtp_moe is not None
-            return MoeMixer(config, config.mtp_moe, dtype, device)
+            return MoeMixer(config, config.mtp_moe, scope)

@@ -17,29 +17,28 @@ from torch import nn
 from nemotriton.kernels import matmul
 from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.layers import Embedding, Linear, RMSNorm
+from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
 from nemotriton.model.training import train_mixer
 
 Probe = Callable[[str, torch.Tensor], None]
 
 
-def make_mixer(
-    config: ModelConfig, layer: int, index: int, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def make_mixer(config: ModelConfig, layer: int, index: int, scope: Scope) -> nn.Module:
     """The mixer of trunk layer `layer`; `index` counts the layers of its kind before it."""
     match config.kinds[layer]:
         case LayerKind.MAMBA:
-            return MambaMixer(config, index, dtype, device)
+            return MambaMixer(config, index, scope)
         case LayerKind.ATTENTION:
-            return AttentionMixer(config, index, dtype, device)
+            return AttentionMixer(config, index, scope)
         case LayerKind.MLP:
             width = config.mlp_widths[layer]
-            return MlpMixer(config.width, width, dtype, device, config.mlp_bias)
+            return MlpMixer(config.width, width, scope, config.mlp_bias)
         case LayerKind.MOE:
             moe = config.moes[layer]
             assert moe is not None
-            return MoeMixer(config, moe, dtype, device)
+            return MoeMixer(config, moe, scope)
 
 
 class Block(nn.Module):
@@ -57,21 +56,32 @@ class NemotronH(nn.Module):
     """A Nemotron-H trunk on one device, its weights uninitialised until loaded or synthesised.
 
     dtype: of weights and activations (bf16, fp16 or fp32); the router, A_log, D and dt_bias stay
-    fp32. Call `prepare()` once the weights are in place."""
+    fp32. scheme, act_quant: formats of the matrices, see `Scope`. Call `prepare()` once the weights
+    are in place."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: QuantScheme = UNQUANTISED,
+        act_quant: bool = False,
+    ) -> None:
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, device
         self.embeddings = Embedding(config.vocab, config.width, dtype, device)
+        scope = Scope(dtype, device, scheme, act_quant)
         counts = dict.fromkeys(LayerKind, 0)
         blocks = []
         for layer, kind in enumerate(config.kinds):
-            mixer = make_mixer(config, layer, counts[kind], dtype, device)
+            inside = scope.at(f"layers.{layer}.mixer")
+            mixer = make_mixer(config, layer, counts[kind], inside)
             blocks.append(Block(mixer, config, dtype, device))
             counts[kind] += 1
         self.layers = nn.ModuleList(blocks)
         self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
-        self.lm_head = None if config.tied else Linear(config.vocab, config.width, dtype, device)
+        head = scope.at("lm_head")
+        self.lm_head = None if config.tied else Linear(config.vocab, config.width, head)
 
     @property
     def blocks(self) -> list[Block]:
