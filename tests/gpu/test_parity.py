@@ -16,8 +16,16 @@ from nemotriton.model.config import ModelConfig
 PRESETS = ("super-120b", "nano-30b", "h-8b")
 TOKENS = (1, 5, 64, 300)
 LARGE = 2049
-# the fp64 oracle of these costs seconds a call at full width
-HEAVY = {"run_experts": (1, 5, 64), "attend_prefill": (5, 300), "ssd_prefill": (64, 300)}
+# where twin and fp64 oracle at full width take seconds, or tens of gigabytes
+HEAVY = {
+    "run_experts": (1, 5, 64),
+    "attend_prefill": (5, 300),
+    "attend_decode": (1, 5, 64, 300),
+    "ssd_prefill": (64, 300),
+    "ssm_update": (1, 5, 64, 300),
+    "sample_tokens": (1, 5, 64),
+    "logit_thresholds": (1, 5, 64),
+}
 
 
 @pytest.fixture(autouse=True)
