@@ -1,0 +1,202 @@
+"""NVFP4 and FP8 numbers, exactly: encoders, decoders, the quantisers, jit functions beside twins.
+
+    e2m1    code = sign << 3 | index into 0, .5, 1, 1.5, 2, 3, 4, 6; no infinity, no NaN
+    e4m3    sign, 4 exponent bits (bias 7), 3 mantissa bits; largest 448, NaN is 0x7f and 0xff
+    NVFP4   16 consecutive columns share an e4m3 scale s, the matrix an fp32 scale g:
+            w = e2m1 * s * g. e2m1 * s has at most six significant bits and is exact in bf16.
+    FP8     w = e4m3 * g
+
+Both encoders round to the nearest, ties to the even code, and saturate: infinities become the
+largest number. NaN becomes e4m3's 0x7f, and e2m1's 6 (as the hardware's cvt.satfinite does).
+
+The NVFP4 quantiser, in fp32, every operation rounded once, in this order, for a block x of 16:
+    k = min(1 / g, FLT_MAX) / 6;  s = e4m3(max|x| * k)
+    m = min(1 / (s * g), FLT_MAX);  code = e2m1(x * m)
+and where s is 0 all codes are 0. So an all-zero block has s = 0; a block whose scale underflows
+becomes zero; one that holds a NaN decodes to NaN throughout; one with an infinity has s = 448. A
+block too large for g saturates at s = 448 and codes of 6. The FP8 quantiser: with m = min(1 / g,
+FLT_MAX), code = e4m3(x * m).
+
+The jit functions take and give bytes as int32 and work on bits alone, without the e4m3 type, which
+needs compute capability 8.9. Their results are the twins' to the bit.
+
+Sources: OCP MX and FP8 formats, the order of operations of Transformer Engine's quantiser.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.errors import require
+
+GROUP = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Between magnitude i and i + 1; a tie goes to the even index.
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
+NAN_BITS = tl.constexpr(0x7FC00000)
+INF_BITS = tl.constexpr(0x7F800000)
+ABS_BITS = tl.constexpr(0x7FFFFFFF)
+
+
+# ------------------------------------------------------------------------------------ torch: codes
+def e2m1_encode_ref(x: torch.Tensor) -> torch.Tensor:
+    """The codes 0..15 (uint8) nearest to x; the sign of zero is kept."""
+    magnitude = x.float().abs()
+    index = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for i, midpoint in enumerate(_MIDPOINTS):
+        index += magnitude >= midpoint if i % 2 else magnitude > midpoint
+    index[magnitude.isnan()] = 7
+    negative = x.float().signbit() & ~x.isnan()
+    return index | negative.to(torch.uint8) << 3
+
+
+def e2m1_decode_ref(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of codes 0..15; code 8 is minus zero."""
+    values = [sign * magnitude for sign in (1.0, -1.0) for magnitude in _MAGNITUDES]
+    return torch.tensor(values, device=codes.device)[codes.long()]
+
+
+def e4m3_encode_ref(x: torch.Tensor) -> torch.Tensor:
+    """The e4m3 numbers nearest to x; out of range becomes +-448, NaN becomes 0x7f."""
+    codes = x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), torch.full_like(codes, 0x7F), codes).view(torch.float8_e4m3fn)
+
+
+def e4m3_decode_ref(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of e4m3 numbers, given as such or as bytes."""
+    return codes.view(torch.float8_e4m3fn).float()
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15 [..., K] -> bytes [..., K/2], the even column in the low nibble."""
+    require(codes.shape[-1] % 2 == 0, f"{codes.shape[-1]} columns cannot be packed in pairs")
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `pack`."""
+    return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+
+
+# ----------------------------------------------------------------------------------- torch: blocks
+def reciprocal_ref(x: torch.Tensor) -> torch.Tensor:
+    """1 / x, but finite: x may be zero or, as small global scales are, subnormal."""
+    return (1 / x).clamp(max=FLT_MAX.value)
+
+
+def nvfp4_codes_ref(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes uint8 [..., K/2] and scales e4m3 [..., K/16] of x [..., K].
+
+    g: the global scale, fp32, of a shape that broadcasts to the scales'. UnsupportedError where K
+    is not a multiple of 16."""
+    columns = x.shape[-1]
+    require(
+        columns % GROUP == 0,
+        f"{columns} columns are not whole groups of {GROUP}; keep this matrix in bf16",
+    )
+    g = g.float()
+    blocks = x.float().unflatten(-1, (-1, GROUP))  # [..., K/16, 16]
+    scales = e4m3_encode_ref(blocks.abs().amax(-1) * (reciprocal_ref(g) / E2M1_MAX))
+    s = scales.float()
+    multiplier = reciprocal_ref(s * g)[..., None]
+    codes = e2m1_encode_ref(blocks * multiplier)
+    codes = torch.where(s[..., None] == 0, torch.zeros_like(codes), codes)
+    return pack(codes.flatten(-2)), scales
+
+
+def nvfp4_values_ref(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """e2m1 * s in `dtype` [..., N, K], without the global scale: exact from 16 bits on.
+
+    scales: e4m3, or its values in a wider type. A zero code is zero whatever its scale, NaN
+    included."""
+    values = e2m1_decode_ref(unpack(codes)).to(dtype).unflatten(-1, (-1, GROUP))
+    product = values * scales.to(dtype)[..., None]
+    return torch.where(values == 0, values, product).flatten(-2)
+
+
+def nvfp4_round_ref(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """The numbers e2m1 * s, fp32, that quantising x with the global scale g leaves of x / g."""
+    return nvfp4_values_ref(*nvfp4_codes_ref(x, g))
+
+
+def fp8_codes_ref(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """e4m3(x / g) for a scale g fp32 that broadcasts to x."""
+    return e4m3_encode_ref(x.float() * reciprocal_ref(g.float()))
+
+
+# ------------------------------------------------------------------------------------- jit: codes
+@triton.jit
+def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    """Codes (int32, no sign) of the magnitudes of fp32 x, to the nearest, ties to even.
+
+    Below 2^(1 - BIAS) a number loses one more bit of its significand for each power of two."""
+    u = tl.minimum(x.to(tl.int32, bitcast=True) & ABS_BITS, INF_BITS)
+    exponent = u >> 23
+    above = exponent - (128 - BIAS)  # the smallest normal number's exponent is 0
+    significand = (u & 0x7FFFFF) | 0x800000
+    shift = tl.minimum(23 - MANTISSA + tl.maximum(-above, 0), 25)
+    odd = (significand >> shift) & 1
+    rounded = (significand + (1 << (shift - 1)) - 1 + odd) >> shift
+    return tl.minimum(rounded + (tl.maximum(above, 0) << MANTISSA), LARGEST)
+
+
+@triton.jit
+def e2m1_encode(x):
+    """Codes 0..15 (int32) of fp32 x."""
+    bits = x.to(tl.int32, bitcast=True)
+    code = _encode(x, 1, 1, 7) | ((bits >> 28) & 8)
+    return tl.where((bits & ABS_BITS) > INF_BITS, 7, code)
+
+
+@triton.jit
+def e2m1_decode(code):
+    """fp32 of codes 0..15: the code's bits as the head of a float, a factor of 2^126 too small."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e4m3_encode(x):
+    """e4m3 bytes (int32) of fp32 x."""
+    bits = x.to(tl.int32, bitcast=True)
+    code = _encode(x, 3, 7, 0x7E) | ((bits >> 24) & 0x80)
+    return tl.where((bits & ABS_BITS) > INF_BITS, 0x7F, code)
+
+
+@triton.jit
+def e4m3_decode(byte):
+    """fp32 of e4m3 bytes: the byte's bits as the head of a float, a factor of 2^120 too small."""
+    bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), value)
+
+
+# ------------------------------------------------------------------------------------ jit: blocks
+@triton.jit
+def reciprocal(x):
+    """1 / x rounded to nearest, but finite; NaN stays."""
+    r = tl.div_rn(1.0, x)
+    return tl.where(r > FLT_MAX, FLT_MAX, r)
+
+
+@triton.jit
+def nvfp4_codes(x, g):
+    """Codes [R, C, 16] and scale bytes [R, C], int32, of fp32 blocks x [R, C, 16].
+
+    g: the global scale, a scalar. The maximum is taken of bits, so that NaN wins it."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & ABS_BITS, 2)
+    scale = e4m3_encode(bits.to(tl.float32, bitcast=True) * tl.div_rn(reciprocal(g), 6.0))
+    codes = e2m1_encode(x * reciprocal(e4m3_decode(scale) * g)[:, :, None])
+    return tl.where((scale == 0)[:, :, None], 0, codes), scale
+
+
+@triton.jit
+def nvfp4_values(codes, scale):
+    """fp32 e2m1 * s of codes [R, C, 16] under scale bytes [R, C]; a zero code stays zero."""
+    value = e2m1_decode(codes)
+    return tl.where(value == 0.0, value, value * e4m3_decode(scale)[:, :, None])
