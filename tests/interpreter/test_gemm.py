@@ -69,14 +69,15 @@ def test_fp32_on_either_side(wide: str, form: str, poison: Poison) -> None:
     assert float((y - want).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("tokens", [64, 130])
-def test_a_row_does_not_depend_on_its_neighbours(tokens: int) -> None:
-    """The default forms: a row alone has the bits it has among others of the same form."""
-    args = arguments(tokens, 48, 1100) | {"out_dtype": torch.float32}
-    all_rows = parity.run(MATMUL, args)["out0"]
-    few = min(tokens, 65 if tokens > 64 else 3)
-    part = parity.run(MATMUL, args | {"x": args["x"][-few:]})["out0"]
-    assert torch.equal(part, all_rows[-few:])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_does_not_depend_on_how_many_there_are(form: str) -> None:
+    """With one tile a row has the same fp32 bits alone, in a full tile and among several."""
+    args = arguments(40, 48, 300) | {"out_dtype": torch.float32}
+    with use_tile("matmul", FORMS[form]):
+        all_rows = parity.run(MATMUL, args)["out0"]
+        for rows in (slice(0, 1), slice(0, 16), slice(16, 40), slice(32, 40)):
+            part = parity.run(MATMUL, args | {"x": args["x"][rows]})["out0"]
+            assert torch.equal(part, all_rows[rows])
 
 
 def test_nan_passes_every_epilogue() -> None:
