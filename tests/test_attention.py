@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nemotriton.kernels.attention import attend_prefill_ref, attention_ref
-from nemotriton.kernels.attention_decode import attend_decode_ref
-from nemotriton.kernels.kv_cache import write_kv_ref
+from nemotriton.errors import UnsupportedError
+from nemotriton.kernels.attention import attend_prefill, attend_prefill_ref, attention_ref
+from nemotriton.kernels.attention_decode import attend_decode, attend_decode_ref
+from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 
 PAGE, HEADS, KV_HEADS, WIDTH = 16, 8, 2, 24
 NAN = float("nan")
@@ -114,3 +115,51 @@ def test_fp8_scales_undo_each_other(k_scale: float, v_scale: float) -> None:
     got = attend_prefill_ref(q, *stored, *args, *scales)
     kd, vd = (c.flatten(0, 1)[rows].float() * s for c, s in zip(stored, scales, strict=True))
     torch.testing.assert_close(got, attention_ref(q[None], kd[None], vd[None], 0.2)[0])
+
+
+GOOD = {
+    "q": torch.zeros(3, 8, 16),
+    "k_cache": torch.zeros(2, 16, 2, 16),
+    "v_cache": torch.zeros(2, 16, 2, 16),
+    "pages": torch.zeros(1, 2, dtype=torch.int32),
+    "cu": int32(0, 3),
+    "lengths": int32(3),
+    "max_new": 3,
+    "max_length": 3,
+    "scale": 0.25,
+}
+ODD_PAGE = {name: torch.zeros(2, 24, 2, 16) for name in ("k_cache", "v_cache")}
+THREE_HEADS = {name: torch.zeros(2, 16, 3, 16) for name in ("k_cache", "v_cache")}
+HALF = {name: torch.zeros(2, 16, 2, 16).half() for name in ("k_cache", "v_cache")}
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"q": torch.zeros(3, 128)}, r"q must be .* got shape \(3, 128\)"),
+        ({"q": torch.zeros(3, 16, 8).mT}, "unit stride"),
+        ({"q": torch.zeros(3, 8, 32)}, "does not hold 2 heads of width 32"),
+        (ODD_PAGE, "page size 24"),
+        (THREE_HEADS, "8 query heads are not a multiple of 3"),
+        (HALF, "q is torch.float32: the caches must be so too"),
+        ({"v_cache": torch.zeros(3, 16, 2, 16)}, "must agree"),
+        ({"cu": int32(0, 1, 3)}, "cu has 3 entries for 1 sequences"),
+        ({"pages": torch.zeros(2, 2, dtype=torch.int32)}, "page table must be"),
+        ({"scale": -1.0}, "must be positive, got -1.0"),
+        ({"k_scale": torch.ones(2)}, "one element"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict, message: str) -> None:
+    for op in (attend_prefill, attend_decode):
+        with pytest.raises(UnsupportedError, match=message):
+            op.triton(**GOOD | change)
+
+
+def test_wrong_parents_and_rows_are_named() -> None:
+    with pytest.raises(UnsupportedError, match="each of 3 tokens"):
+        attend_decode.triton(**GOOD, parents=int32(-1, 0))
+    new, cache = torch.zeros(3, 2, 16), GOOD["k_cache"]
+    with pytest.raises(UnsupportedError, match="rows for 3 tokens"):
+        write_kv.triton(new, new, cache, cache, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match="got .* and"):
+        write_kv.triton(new, new[:2], cache, cache, torch.zeros(3, dtype=torch.int64))
