@@ -20,9 +20,31 @@ from nemotriton.kernels.conv1d import (
     conv_ref,
 )
 from nemotriton.kernels.gemm import matmul, matmul_ref
+from nemotriton.kernels.gemm_quant import (
+    fp8_matmul,
+    fp8_matmul_ref,
+    nvfp4_matmul,
+    nvfp4_matmul_ref,
+)
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
+from nemotriton.kernels.moe_experts_quant import (
+    run_experts_fp8,
+    run_experts_fp8_ref,
+    run_experts_nvfp4,
+    run_experts_nvfp4_ref,
+)
 from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
+from nemotriton.kernels.quantize import (
+    quantize_fp8,
+    quantize_fp8_ref,
+    quantize_nvfp4,
+    quantize_nvfp4_ref,
+    relu2_fp8,
+    relu2_fp8_ref,
+    relu2_nvfp4,
+    relu2_nvfp4_ref,
+)
 from nemotriton.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_ref,
@@ -30,6 +52,16 @@ from nemotriton.kernels.rms_norm import (
     gated_rms_norm_ref,
     rms_norm,
     rms_norm_ref,
+)
+from nemotriton.kernels.rms_norm_quant import (
+    add_rms_norm_fp8,
+    add_rms_norm_fp8_ref,
+    add_rms_norm_nvfp4,
+    add_rms_norm_nvfp4_ref,
+    gated_rms_norm_fp8,
+    gated_rms_norm_fp8_ref,
+    gated_rms_norm_nvfp4,
+    gated_rms_norm_nvfp4_ref,
 )
 from nemotriton.kernels.sample import (
     Logprobs,
@@ -52,6 +84,10 @@ __all__ = [
     "Logprobs",
     "Routing",
     "add_rms_norm",
+    "add_rms_norm_fp8",
+    "add_rms_norm_fp8_ref",
+    "add_rms_norm_nvfp4",
+    "add_rms_norm_nvfp4_ref",
     "add_rms_norm_ref",
     "attend_decode",
     "attend_decode_ref",
@@ -65,19 +101,39 @@ __all__ = [
     "chunk_table",
     "conv_ref",
     "experts_ref",
+    "fp8_matmul",
+    "fp8_matmul_ref",
     "gated_rms_norm",
+    "gated_rms_norm_fp8",
+    "gated_rms_norm_fp8_ref",
+    "gated_rms_norm_nvfp4",
+    "gated_rms_norm_nvfp4_ref",
     "gated_rms_norm_ref",
     "logit_thresholds",
     "logit_thresholds_ref",
     "matmul",
     "matmul_ref",
+    "nvfp4_matmul",
+    "nvfp4_matmul_ref",
     "philox_ref",
+    "quantize_fp8",
+    "quantize_fp8_ref",
+    "quantize_nvfp4",
+    "quantize_nvfp4_ref",
     "recurrence_ref",
+    "relu2_fp8",
+    "relu2_fp8_ref",
+    "relu2_nvfp4",
+    "relu2_nvfp4_ref",
     "rms_norm",
     "rms_norm_ref",
     "route_experts",
     "route_experts_ref",
     "run_experts",
+    "run_experts_fp8",
+    "run_experts_fp8_ref",
+    "run_experts_nvfp4",
+    "run_experts_nvfp4_ref",
     "run_experts_ref",
     "sample_tokens",
     "sample_tokens_ref",
