@@ -200,3 +200,71 @@ def nvfp4_values(codes, scale):
     """fp32 e2m1 * s of codes [R, C, 16] under scale bytes [R, C]; a zero code stays zero."""
     value = e2m1_decode(codes)
     return tl.where(value == 0.0, value, value * e4m3_decode(scale)[:, :, None])
+
+
+@triton.jit
+def fp8_round(x, g):
+    """The numbers that the e4m3 codes of fp32 x under scale g stand for; x / g but for rounding."""
+    return e4m3_decode(e4m3_encode(x * reciprocal(g)))
+
+
+@triton.jit
+def nvfp4_round(x, g):
+    """The numbers e2m1 * s that NVFP4 codes of fp32 x [R, D] stand for; x / g but for rounding."""
+    codes, scale = nvfp4_codes(tl.reshape(x, [x.shape[0], x.shape[1] // 16, 16]), g)
+    return tl.reshape(nvfp4_values(codes, scale), x.shape)
+
+
+# ------------------------------------------------------------------------------ jit: from and to memory
+@triton.jit
+def load_fp8(w_ptr, rows, k0, K, stride, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """fp32 values [rows, BLOCK_K] from column k0 of an e4m3 matrix, given as bytes."""
+    k = k0 + tl.arange(0, BLOCK_K)
+    at = w_ptr + rows[:, None] * stride + k[None, :]
+    if EVEN_K:
+        byte = tl.load(at)
+    else:
+        byte = tl.load(at, mask=(k < K)[None, :], other=0)
+    return e4m3_decode(byte.to(tl.int32))
+
+
+@triton.jit
+def load_nvfp4(
+    w_ptr, s_ptr, rows, k0, K, w_stride, s_stride, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """fp32 values e2m1 * s [rows, BLOCK_K] from column k0 of an NVFP4 matrix, scales as bytes."""
+    pair = k0 // 2 + tl.arange(0, BLOCK_K // 2)
+    block = k0 // 16 + tl.arange(0, BLOCK_K // 16)
+    w_at = w_ptr + rows[:, None] * w_stride + pair[None, :]
+    s_at = s_ptr + rows[:, None] * s_stride + block[None, :]
+    if EVEN_K:
+        byte = tl.load(w_at).to(tl.int32)
+        scale = tl.load(s_at).to(tl.int32)
+    else:
+        byte = tl.load(w_at, mask=(pair * 2 < K)[None, :], other=0).to(tl.int32)
+        scale = tl.load(s_at, mask=(block * 16 < K)[None, :], other=0).to(tl.int32)
+    codes = tl.interleave(byte & 0xF, byte >> 4)  # [rows, BLOCK_K]
+    codes = tl.reshape(codes, [codes.shape[0], BLOCK_K // 16, 16])
+    values = nvfp4_values(codes, scale)
+    return tl.reshape(values, [codes.shape[0], BLOCK_K])
+
+
+@triton.jit
+def store_codes(y, g, codes_ptr, scales_ptr, first, left, FP4: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Quantise fp32 y [BLOCK_D], of which `left` columns are real, and store the bytes.
+
+    first: where the columns begin, counted in elements of a contiguous matrix. NVFP4 needs `first`
+    and `left` in whole groups of 16, and zeros in the columns that are not real."""
+    if FP4:
+        codes, scale = nvfp4_codes(tl.reshape(y, [1, BLOCK_D // 16, 16]), g)
+        low, high = tl.split(tl.reshape(codes, [BLOCK_D // 2, 2]))
+        pair = tl.arange(0, BLOCK_D // 2)
+        byte = (low | (high << 4)).to(tl.uint8)
+        tl.store(codes_ptr + first // 2 + pair, byte, mask=pair * 2 < left)
+        block = tl.arange(0, BLOCK_D // 16)
+        scale = tl.reshape(scale, [BLOCK_D // 16]).to(tl.uint8)
+        tl.store(scales_ptr + first // 16 + block, scale, mask=block * 16 < left)
+    else:
+        d = tl.arange(0, BLOCK_D)
+        byte = e4m3_encode(y * reciprocal(g)).to(tl.uint8)
+        tl.store(codes_ptr + first + d, byte, mask=d < left)
