@@ -342,6 +342,7 @@ def _tiles(case: Case) -> list[Tile]:
         for n in (64, 128, 256)
         for w in (4, 8)
         for s in (3, 4)
+        if m * n // w <= 4096  # 128 accumulators a lane: more spill
     ]
     return pair + few + many
 
