@@ -69,6 +69,7 @@ ORDER = [
             "outputs",
             "engine",
             "plan",
+            "precision",
             "loading",
             "llm",
         ]

@@ -19,7 +19,10 @@ SCORE_BYTES = 64 * 2**20  # logits of prompt tokens are computed in blocks of at
 
 
 class PagedKV:
-    """Keys and values of the attention layers: `k`, `v` [layers, pages, page_size, Hkv, Dh]."""
+    """Keys and values of the attention layers: `k`, `v` [layers, pages, page_size, Hkv, Dh].
+
+    dtype: the activations', or e4m3, whose numbers are the keys and values over a layer's scale.
+    """
 
     def __init__(
         self,
@@ -43,13 +46,19 @@ class PagedKV:
     def save(self, pages: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Host copies of some pages, all layers: two [layers, len(pages), page_size, Hkv, Dh]."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.k.device)
-        return self.k.index_select(1, index).cpu(), self.v.index_select(1, index).cpu()
+        k, v = (_movable(c).index_select(1, index).cpu() for c in (self.k, self.v))
+        return k.view(self.k.dtype), v.view(self.v.dtype)
 
     def restore(self, pages: Sequence[int], saved: tuple[Tensor, Tensor]) -> None:
         """Write what `save` returned into other (or the same) pages."""
         index = torch.tensor(pages, dtype=torch.int64, device=self.k.device)
         for cache, host in zip((self.k, self.v), saved, strict=True):
-            cache.index_copy_(1, index, host.to(cache.device))
+            _movable(cache).index_copy_(1, index, _movable(host).to(cache.device))
+
+
+def _movable(x: Tensor) -> Tensor:
+    """x, or its bytes where it is e4m3, which torch cannot copy by index."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 class MambaStates:

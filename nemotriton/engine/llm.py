@@ -48,11 +48,14 @@ class LLM:
     """A Nemotron-H model and everything to run it.
 
     model: directory, Hugging Face id, or None for the model inside the package. dtype, state_dtype:
-    of weights and activations, and of SSM states (None: the checkpoint's). device: None is a GPU if
-    there is one. max_context: tokens of prompt and completion; max_requests: run at the same time
-    (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory: share of
-    the free memory to plan with. seed: for requests that have none. impl: "ref" or "triton" for all
-    ops, or by op. progress: called with (bytes done, bytes in all, tensor) while weights load.
+    of weights and activations, and of SSM states (None: the checkpoint's). kv_dtype: of keys and
+    values, "bf16" (as activations), "fp8", or None or "auto" for what the checkpoint was made for.
+    act_quant: quantise activations where the checkpoint was made for it, see `notes`. device: None
+    is a GPU if there is one. max_context: tokens of prompt and completion; max_requests: run at the
+    same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
+    share of the free memory to plan with. seed: for requests that have none. impl: "ref" or
+    "triton" for all ops, or by op. progress: called with (bytes done, bytes in all, tensor) while
+    weights load.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -71,16 +74,18 @@ class LLM:
         impl: Impl = None,
         memory: float = 0.9,
         state_dtype: Dtype = None,
+        kv_dtype: str | None = None,
+        act_quant: bool = False,
         revision: str | None = None,
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
         sizes = (max_context, max_requests, prefill_piece, drafts, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
         if model is None:
-            weights = embedded_weights()
+            weights = embedded_weights(act_quant)
         else:
-            weights = stored_weights(model, revision, offline)
+            weights = stored_weights(model, revision, offline, act_quant)
         self._start(weights, limits, seed, impl, progress)
 
     @classmethod
@@ -91,6 +96,7 @@ class LLM:
         seed: int = 0,
         layers: int | None = None,
         width_scale: float | None = None,
+        quant: str = "bf16",
         dtype: Dtype = None,
         device: str | torch.device | None = None,
         max_context: int | None = None,
@@ -100,16 +106,20 @@ class LLM:
         impl: Impl = None,
         memory: float = 0.9,
         state_dtype: Dtype = None,
+        kv_dtype: str | None = None,
+        act_quant: bool = False,
         progress: Progress | None = None,
     ) -> LLM:
         """Seeded random weights of a preset (or of a directory's config.json), with no files.
 
-        layers, width_scale: cut down, see ModelConfig.cut. The rest as in LLM.
+        layers, width_scale: cut down, see ModelConfig.cut. quant: "bf16", "fp8", "nvfp4",
+        "super-mixed", or "release" for what the preset's own release holds. The rest as in LLM.
         """
         sizes = (max_context, max_requests, prefill_piece, drafts, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
+        weights = random_weights(preset, seed, layers, width_scale, quant, act_quant)
         llm = cls.__new__(cls)
-        llm._start(random_weights(preset, seed, layers, width_scale), limits, seed, impl, progress)
+        llm._start(weights, limits, seed, impl, progress)
         return llm
 
     def _start(
@@ -117,11 +127,11 @@ class LLM:
     ) -> None:
         self.config = weights.config
         self.directory = weights.directory
-        self.notes = weights.notes
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
         self.default_params = _default_params(GenerationConfig.read(weights.directory))
         self._impl = _implementations(impl, find_device(limits.device))
         placed = place(weights, limits, progress)
+        self.notes = (*weights.notes, *placed.notes)
         self.plan, self.device, self.dtype = placed.plan, placed.device, placed.dtype
         mamba = self.config.mamba
         chunk = mamba.chunk if mamba is not None and self.plan.slots else None

@@ -11,11 +11,14 @@ import torch
 from nemotriton import device as devices
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
+from nemotriton.engine.precision import find_kv_dtype, kv_notes, weight_notes
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
 from nemotriton.model import checkpoint, synth
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.expected import Expected, Role, expected
+from nemotriton.model.expected import Expected, expected
+from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.nemotron_h import NemotronH
+from nemotriton.model.release_schemes import release_scheme
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
 EMBEDDED_SEED = 0
@@ -30,7 +33,8 @@ class Weights:
     """A model's weights before they are anywhere: what they are, and how to place them.
 
     place(model, progress): writes them into the model's own tensors. directory: where tokenizer
-    files may be, None for a preset.
+    files may be, None for a preset. scheme: the formats of `expected`; act_quant: whether
+    activations are quantised too.
     """
 
     config: ModelConfig
@@ -38,13 +42,17 @@ class Weights:
     expected: dict[str, Expected]
     place: Callable[[NemotronH, Progress | None], None]
     notes: tuple[str, ...] = ()
+    scheme: QuantScheme = UNQUANTISED
+    act_quant: bool = False
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes they take on the device."""
         return sum(entry.nbytes(dtype.itemsize) for entry in self.expected.values())
 
 
-def stored_weights(model: str | Path, revision: str | None, offline: bool) -> Weights:
+def stored_weights(
+    model: str | Path, revision: str | None, offline: bool, act_quant: bool = False
+) -> Weights:
     """Weights of a checkpoint directory or Hugging Face id; only headers are read here.
 
     CheckpointError or ConfigError as their readers raise them.
@@ -59,31 +67,35 @@ def stored_weights(model: str | Path, revision: str | None, offline: bool) -> We
     directory = checkpoint.find_checkpoint(model, revision, offline)
     config = ModelConfig.from_json(directory)
     source = checkpoint.open_source(directory)
-    plan = checkpoint.make_plan(source, config, mtp=False)
-    quantised = [e.matrix for e in plan.expected.values() if e.role in (Role.FP8, Role.CODES)]
-    require(
-        not quantised,
-        f"{len(quantised)} matrices of {model} are quantised ({', '.join(map(str, quantised[:3]))},"
-        " ...), which cannot be computed yet: use the BF16 release.",
-    )
+    plan = checkpoint.make_plan(source, config, mtp=False, act_quant=act_quant)
 
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
         plan.check_model(tensors)
         checkpoint.load(source, plan, tensors.__getitem__, progress)
 
-    return Weights(config, directory, dict(plan.expected), place, (*source.notes, *plan.notes))
+    wanted = dict(plan.expected)
+    return Weights(config, directory, wanted, place, plan.notes, plan.scheme, act_quant)
 
 
 def random_weights(
-    model: str | Path, seed: int, layers: int | None = None, width_scale: float | None = None
+    model: str | Path,
+    seed: int,
+    layers: int | None = None,
+    width_scale: float | None = None,
+    quant: str = "bf16",
+    act_quant: bool = False,
 ) -> Weights:
-    """Seeded random weights of a preset, or of a directory's config.json, whole or cut down."""
+    """Seeded random weights of a preset, or of a directory's config.json, whole or cut down.
+
+    quant: the mix of formats, see `release_scheme`.
+    """
     path = Path(model).expanduser()
     directory = path if path.is_dir() else None
     name = str(model).removeprefix("preset:")
     config = ModelConfig.from_json(path) if directory else ModelConfig.preset(name)
     config = config.cut(layers, width_scale)
+    scheme = release_scheme(config, quant)
 
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
@@ -94,14 +106,15 @@ def random_weights(
             if progress is not None:
                 progress(done, total, key)
 
-    return Weights(config, directory, expected(config, mtp_blocks=0), place)
+    wanted = expected(config, scheme, mtp_blocks=0)
+    return Weights(config, directory, wanted, place, (), scheme, act_quant)
 
 
-def embedded_weights() -> Weights:
+def embedded_weights(act_quant: bool = False) -> Weights:
     """The model inside the package; its weights are random where it has none of its own."""
     if any(EMBEDDED.glob("*.safetensors")):
-        return stored_weights(EMBEDDED, None, True)
-    return random_weights(EMBEDDED, EMBEDDED_SEED)
+        return stored_weights(EMBEDDED, None, True, act_quant)
+    return random_weights(EMBEDDED, EMBEDDED_SEED, act_quant=act_quant)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +129,7 @@ class Limits:
     prefill_piece: int | None
     drafts: int
     memory: float
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_requests", "prefill_piece"):
@@ -131,7 +145,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A model on its device with its caches, ready to run."""
+    """A model on its device with its caches, ready to run; notes: what runs in which format."""
 
     model: NemotronH
     caches: Caches
@@ -139,6 +153,7 @@ class Placed:
     prefill_piece: int
     device: torch.device
     dtype: torch.dtype
+    notes: tuple[str, ...]
 
 
 def place(weights: Weights, limits: Limits, progress: Progress | None = None) -> Placed:
@@ -154,10 +169,11 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
             f"max_context={context:,} is more than the model's {config.max_context:,} "
             "(max_position_embeddings): lower it."
         )
+    scheme, act_quant = weights.scheme, weights.act_quant
+    kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
-    wishes = Wishes(
-        context, limits.max_requests, piece, limits.drafts, dtype.itemsize, state_dtype.itemsize
-    )
+    items = (dtype.itemsize, state_dtype.itemsize, kv_dtype.itemsize)
+    wishes = Wishes(context, limits.max_requests, piece, limits.drafts, *items)
     plan = make_plan(
         config,
         wishes,
@@ -165,11 +181,15 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
         available=int(limits.memory * devices.free_memory(device)),
         where=f"{devices.info(device).name} (memory={limits.memory:g})",
     )
-    model = NemotronH(config, dtype, device)
+    model = NemotronH(config, dtype, device, scheme, act_quant)
     weights.place(model, progress)
     model.prepare()
-    caches = make_caches(config, plan, dtype, state_dtype, device, limits.drafts)
-    return Placed(model, caches, plan, piece, device, dtype)
+    caches = make_caches(config, plan, dtype, state_dtype, device, limits.drafts, kv_dtype)
+    notes = (
+        *weight_notes(weights.expected, scheme, act_quant, dtype, device),
+        *kv_notes(limits.kv_dtype, scheme, config, kv_dtype),
+    )
+    return Placed(model, caches, plan, piece, device, dtype, notes)
 
 
 def make_caches(
@@ -179,13 +199,14 @@ def make_caches(
     state_dtype: torch.dtype,
     device: torch.device,
     drafts: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Caches:
-    """Allocate what the plan says."""
+    """Allocate what the plan says; kv_dtype None is `dtype`."""
     kv = mamba = None
     if plan.pages and config.attention is not None:
         layers = cache_layers(config, LayerKind.ATTENTION, drafts)
         a = config.attention
-        kv = PagedKV(layers, plan.pages, a.kv_heads, a.head_dim, dtype, device)
+        kv = PagedKV(layers, plan.pages, a.kv_heads, a.head_dim, kv_dtype or dtype, device)
     if plan.slots and config.mamba is not None:
         layers = cache_layers(config, LayerKind.MAMBA, drafts)
         lanes = drafts + 1 if drafts else 0

@@ -31,8 +31,9 @@ class Wishes:
     max_requests: int | None
     prefill_piece: int
     drafts: int
-    item: int  # of activations, conv windows and K/V
+    item: int  # of activations and conv windows
     state_item: int  # of SSM states
+    kv_item: int | None = None  # of K/V; None: as activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,8 @@ class _Planner:
         attention = self.config.attention
         if not layers or attention is None:
             return 0
-        return 2 * layers * PAGE_SIZE * attention.kv_rows * self.wishes.item
+        item = self.wishes.kv_item or self.wishes.item
+        return 2 * layers * PAGE_SIZE * attention.kv_rows * item
 
     @property
     def state_bytes(self) -> int:

@@ -21,9 +21,13 @@ from nemotriton.errors import require
 from nemotriton.kernels import (
     Routing,
     add_rms_norm,
+    fp8_matmul,
     matmul,
+    nvfp4_matmul,
     rms_norm,
     run_experts,
+    run_experts_fp8,
+    run_experts_nvfp4,
 )
 from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.expected import matrix_parts
@@ -98,8 +102,14 @@ class Linear(Matrix):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """x [T, cols] -> [T, rows]; epilogue "none", "relu2" or "residual" (adds `residual`)."""
-        require(self.storage is Format.BF16, f"{self.storage} matrices have no kernel yet")
-        return matmul(x, self.weight, self.bias, epilogue, residual, out_dtype)
+        bias, weight = self.bias, self.weight
+        if self.storage is Format.BF16:
+            return matmul(x, weight, bias, epilogue, residual, out_dtype)
+        scale, inputs = self.weight_scale, self.used_input_scale
+        if self.storage is Format.FP8:
+            return fp8_matmul(x, weight, scale, inputs, bias, epilogue, residual, out_dtype)
+        both = (scale, self.weight_scale_2)
+        return nvfp4_matmul(x, weight, *both, inputs, bias, epilogue, residual, out_dtype)
 
 
 class Embedding(nn.Module):
@@ -132,7 +142,8 @@ class RMSNorm(nn.Module):
 class Experts(nn.Module):
     """The routed experts' two matrices, stacked: up [E, F, L] and down [E, L, F], in one format.
 
-    Every expert keeps its own scales. UnsupportedError where up and down differ in format.
+    Every expert keeps its own scales. Activations are quantised for both matrices or for none.
+    UnsupportedError where up and down differ in format.
     """
 
     def __init__(self, experts: int, width: int, latent: int, scope: Scope) -> None:
@@ -149,5 +160,15 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, L] -> the weighted sum over each token's experts, [T, L]."""
         up, down = self.up_proj, self.down_proj
-        require(up.storage is Format.BF16, f"{up.storage} experts have no kernel yet")
-        return run_experts(x, up.weight, down.weight, routing)
+        both = up.quantises and down.quantises
+        inputs = (up.input_scale, down.input_scale) if both else (None, None)
+        match up.storage:
+            case Format.BF16:
+                return run_experts(x, up.weight, down.weight, routing)
+            case Format.FP8:
+                weights = (up.weight, up.weight_scale, down.weight, down.weight_scale)
+                return run_experts_fp8(x, *weights, routing, *inputs)
+            case Format.NVFP4:
+                first = (up.weight, up.weight_scale, up.weight_scale_2)
+                second = (down.weight, down.weight_scale, down.weight_scale_2)
+                return run_experts_nvfp4(x, *first, *second, routing, *inputs)

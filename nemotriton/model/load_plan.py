@@ -146,6 +146,10 @@ class _Planner:
             placements = [p for p in placements if not p.name.startswith("mtp.")]
             self.wanted = {n: e for n, e in self.wanted.items() if not n.startswith("mtp.")}
         self._note_precision(placements)
+        absent = {name: experts for name, experts in absent.items() if name in self.wanted}
+        if absent:
+            of = [f"{name} ({len(experts)})" for name, experts in absent.items()]
+            self.notes.append(f"experts lack input scales, which are not used: {_first(of)}")
         return LoadPlan(
             expected=self.wanted,
             placements=tuple(placements),
@@ -154,7 +158,7 @@ class _Planner:
             mtp=state,
             mtp_blocks=blocks,
             mtp_missing=tuple(mtp_missing) if state == "partial" else (),
-            absent_scales={name: e for name, e in absent.items() if name in self.wanted},
+            absent_scales=absent,
             equal=self._equal_pairs(),
             ignored=tuple(self.ignored),
             notes=(*self.notes, *self.scheme.notes),
@@ -194,7 +198,7 @@ class _Planner:
             quantises = algorithm in (Algorithm.FP8, Algorithm.NVFP4)
             if self.act_quant and quantises:
                 inputs.add(matrix)
-        self._note_formats(differ, kv)
+        self._note_formats(differ)
         return QuantScheme(
             listed=listed,
             kv=self.declared.kv,
@@ -203,7 +207,7 @@ class _Planner:
             notes=self.declared.notes,
         )
 
-    def _note_formats(self, differ: list[str], kv: set[str]) -> None:
+    def _note_formats(self, differ: list[str]) -> None:
         if differ and self.declared == UNQUANTISED:
             self.notes.append(
                 f"no quantisation config; the formats of {len(differ)} matrices were taken from "
@@ -214,11 +218,6 @@ class _Planner:
                 f"{len(differ)} matrices are stored otherwise than declared, and are read as they "
                 f"are stored: {_first(differ)}"
             )
-        mixers = {f"layers.{index}.mixer" for index in self.config.attention_layers}
-        if kv and mixers - kv:
-            self.notes.append(f"no k and v scales, 1.0 is used: {_first(sorted(mixers - kv))}")
-        elif mixers and not kv and self.declared.kv == "fp8":
-            self.notes.append("fp8 keys and values are declared without scales: 1.0 is used")
 
     def _note_precision(self, placements: list[Placement]) -> None:
         narrow = [

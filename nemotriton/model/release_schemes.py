@@ -14,6 +14,9 @@ from nemotriton.model.formats import UNQUANTISED, Algorithm, QuantScheme
 
 QUANTS = ("bf16", "fp8", "nvfp4", "super-mixed")
 
+# Presets with an NVFP4 release; the others were only published in bf16, or quantised otherwise.
+_RELEASED = ("super-120b", "nano-30b", "ultra-550b", "lightning-30b", "9b-v2")
+
 # Super NVFP4, revision 4f0cf9da: the layers whose matrix is FP8.
 _SUPER_FP8 = {
     "in_proj": "0 2 4 6 9 11 13 15 18 20 27 29 31 40 49 51 53 55 57 60 62 66 68 71 73 82 84 86",
@@ -38,12 +41,15 @@ def release_scheme(config: ModelConfig, quant: str) -> QuantScheme:
 
     bf16: nothing quantised. fp8: experts, shared experts, MLPs and Mamba projections, as in Super
     FP8. nvfp4: the release's own mix for Super, Ultra and Lightning; for all others Nano's rule,
-    everything but attention, the Mamba layer before each attention layer, lm_head and MTP.
-    super-mixed: Super's own, elsewhere NVFP4 experts among FP8 shared experts, MLPs and Mamba
-    projections. Raises ConfigError for another word.
+    everything but attention, the Mamba layer before each attention layer, lm_head and MTP (9b-v2:
+    everything but attention, lm_head and MTP). super-mixed: Super's own, elsewhere NVFP4 experts
+    among FP8 shared experts, MLPs and Mamba projections. release: nvfp4 where there is such a
+    release of the preset, else bf16. Raises ConfigError for another word.
     """
+    if quant == "release":
+        quant = "nvfp4" if config.name in _RELEASED else "bf16"
     if quant not in QUANTS:
-        raise ConfigError(f"quant is {quant!r}; use one of {', '.join(QUANTS)}.")
+        raise ConfigError(f"quant is {quant!r}; use one of {', '.join(QUANTS)}, release.")
     if quant == "bf16":
         return UNQUANTISED
     trunk = [matrix for matrix in matrices(config) if matrix.startswith("layers.")]
@@ -91,7 +97,8 @@ def _lightning(trunk: list[str]) -> dict[str, Algorithm]:
 
 def _nano(config: ModelConfig, trunk: list[str]) -> dict[str, Algorithm]:
     plain = set(config.attention_layers)
-    plain |= {i - 1 for i in plain if i and config.kinds[i - 1] is LayerKind.MAMBA}
+    if config.name != "9b-v2":
+        plain |= {i - 1 for i in plain if i and config.kinds[i - 1] is LayerKind.MAMBA}
     return {m: Algorithm.NVFP4 for m in trunk if int(m.split(".")[1]) not in plain}
 
 

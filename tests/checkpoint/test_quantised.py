@@ -176,6 +176,7 @@ def test_input_scales_matter_only_where_they_are_used(quantised: Path, tmp_path:
     path = rewritten(quantised, tmp_path / "m", chain(drop(lost), scaled(zero, 0.0)))
     plan = planned(path)[1]
     assert plan.absent_scales == {f"{UP}.input_scale": (3,)}
+    assert plan.notes == (f"experts lack input scales, which are not used: {UP}.input_scale (1)",)
     scales = loaded(path)[f"{UP}.input_scale"]
     assert scales[:3].isfinite().all()
     assert scales[3].isnan()
@@ -236,7 +237,7 @@ def test_kv_scales(quantised: Path, tmp_path: Path) -> None:
         "backbone.layers.1.mixer.k_proj.k_scale", "backbone.layers.1.mixer.v_proj.v_scale"
     )
     plan = planned(rewritten(quantised, tmp_path / "n", without))[1]
-    assert plan.notes == ("fp8 keys and values are declared without scales: 1.0 is used",)
+    assert (plan.notes, plan.scheme.kv, plan.scheme.kv_scaled) == ((), "fp8", frozenset())
     half = drop("backbone.layers.1.mixer.v_proj.v_scale")
     with pytest.raises(
         CheckpointError, match=r"1 tensor is missing: layers.1.mixer.v_proj.v_scale"

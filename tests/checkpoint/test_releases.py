@@ -96,4 +96,4 @@ def test_nano_nvfp4(tmp_path: Path) -> None:
     assert plan.nbytes == 19_339_781_632
     assert plan.expected == wanted
     assert plan.mtp == "none"
-    assert plan.notes == ("fp8 keys and values are declared without scales: 1.0 is used",)
+    assert (plan.notes, plan.scheme.kv, plan.scheme.kv_scaled) == ((), "fp8", frozenset())

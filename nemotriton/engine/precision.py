@@ -1,0 +1,129 @@
+"""What runs in which format on this device: decided once when a model is loaded, and said once.
+
+    weights   as stored, always. bf16 and fp32 activations by default (w8a16, w4a16); with
+              act_quant, and where the checkpoint was made for it, activations are rounded to FP8
+              (w8a8) or to NVFP4 (w4a4, emulated: the rounded numbers are multiplied in bf16).
+    K and V   "fp8": e4m3 times a scale a layer; "bf16": the activations' own dtype, whichever that
+              is; "auto": fp8 if the checkpoint was calibrated for it and has the scales of every
+              attention layer, else bf16.
+
+FP8 caches need e4m3 in hardware: compute capability 8.9, or the twins on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from nemotriton import device as devices
+from nemotriton.errors import ConfigError, require
+from nemotriton.model.config import ModelConfig
+from nemotriton.model.expected import Expected
+from nemotriton.model.formats import Algorithm, QuantScheme
+
+KV_DTYPES = ("auto", "bf16", "fp8")
+_HAS_E4M3 = (8, 9)  # compute capability
+_SHOWN = 5
+
+
+def find_kv_dtype(
+    wanted: str | None,
+    scheme: QuantScheme,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.dtype:
+    """The dtype of cached keys and values; ConfigError or UnsupportedError for what cannot be."""
+    wanted = "auto" if wanted is None else wanted
+    if wanted not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype={wanted!r}: use one of {', '.join(KV_DTYPES)}.")
+    able = has_e4m3(device)
+    if wanted == "auto":
+        calibrated = scheme.kv == "fp8" and not unscaled(scheme, config)
+        wanted = "fp8" if calibrated and able else "bf16"
+    require(
+        able or wanted != "fp8",
+        f"kv_dtype='fp8' needs a GPU of compute capability 8.9, {devices.info(device).name} is "
+        f"{'.'.join(map(str, devices.info(device).capability))}: use 'bf16'",
+    )
+    return torch.float8_e4m3fn if wanted == "fp8" else dtype
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether the device converts e4m3 numbers itself; on a CPU the twins do."""
+    return device.type != "cuda" or devices.info(device).capability >= _HAS_E4M3
+
+
+def unscaled(scheme: QuantScheme, config: ModelConfig) -> list[str]:
+    """The trunk's attention mixers without k and v scales."""
+    mixers = [f"layers.{index}.mixer" for index in config.attention_layers]
+    return [mixer for mixer in mixers if mixer not in scheme.kv_scaled]
+
+
+def kv_notes(
+    wanted: str | None, scheme: QuantScheme, config: ModelConfig, kv: torch.dtype
+) -> list[str]:
+    """What a reader should know of the choice for keys and values."""
+    lacking = unscaled(scheme, config)
+    if not config.attention_layers:
+        return []
+    if kv == torch.float8_e4m3fn:
+        if not lacking:
+            return ["keys and values are stored as fp8, with the checkpoint's scales"]
+        return [
+            f"keys and values are stored as fp8; {len(lacking)} attention layers have no k and v "
+            f"scales, 1.0 is used: {_first(lacking)}"
+        ]
+    if scheme.kv_scaled:
+        return [f"keys and values stay {_name(kv)}: the checkpoint's k and v scales are not used"]
+    if scheme.kv == "fp8" and wanted in (None, "auto"):
+        return [
+            f"keys and values stay {_name(kv)}: the checkpoint was made for fp8, but has no k and "
+            "v scales"
+        ]
+    return []
+
+
+def weight_notes(
+    expected: Mapping[str, Expected],
+    scheme: QuantScheme,
+    act_quant: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[str]:
+    """One line for each stored format: how many matrices, and how they are multiplied."""
+    counts: dict[Algorithm, int] = {}
+    for name, entry in expected.items():
+        if entry.matrix and name.endswith(".weight"):
+            algorithm = scheme.algorithm(entry.matrix)
+            counts[algorithm] = counts.get(algorithm, 0) + max(1, entry.experts)
+    if set(counts) <= {Algorithm.NONE}:
+        return ["act_quant has no effect: nothing is quantised"] if act_quant else []
+    plain = f"activations stay {_name(dtype)}"
+    how = {
+        Algorithm.NONE: f"run as {_name(dtype)}",
+        Algorithm.FP8: f"run as w8a16: {plain}, input scales are not used",
+        Algorithm.NVFP4: f"run as w4a16: {plain}, input scales are not used",
+        Algorithm.W4A16_NVFP4: f"run as w4a16, as they are labelled: {plain}",
+    }
+    if act_quant:
+        how[Algorithm.FP8] = "run as w8a8: activations are rounded to FP8 by their input scales"
+        how[Algorithm.NVFP4] = (
+            f"run as w4a4, emulated: activations are rounded to NVFP4 and multiplied as "
+            f"{_name(dtype)}"
+        )
+    if not has_e4m3(device):
+        integers = "; e4m3 is decoded by integers, which this GPU has no type for"
+        how = {a: t + integers * (a is not Algorithm.NONE) for a, t in how.items()}
+    named = {a: str(a) for a in Algorithm} | {Algorithm.NONE: "other"}
+    return [f"{counts[a]:,} {named[a]} matrices {how[a]}" for a in how if a in counts]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
