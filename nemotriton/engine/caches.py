@@ -56,11 +56,6 @@ class PagedKV:
             _movable(cache).index_copy_(1, index, _movable(host).to(cache.device))
 
 
-def _movable(x: Tensor) -> Tensor:
-    """x, or its bytes where it is e4m3, which torch cannot copy by index."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
 class MambaStates:
     """Recurrent states of the Mamba layers, a slot a sequence.
 
@@ -129,3 +124,8 @@ class Caches:
 
     kv: PagedKV | None
     mamba: MambaStates | None
+
+
+def _movable(x: Tensor) -> Tensor:
+    """x, or its bytes where it is e4m3, which torch cannot copy by index."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
