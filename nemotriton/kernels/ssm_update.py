@@ -259,14 +259,15 @@ def _make_ssm_update(
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
-    """One warp a few rows of the state, wider tiles as the batch fills the machine."""
-    heads = cdiv(tokens, case.NEW) * case.H
-    wide = case.STATE != "fp32"  # rows of half the bytes
-    rows = 4 if heads < 1024 else 8 if heads < 16384 else 16
-    rows = min(rows * 2 if wide else rows, 8 if case.TREE else 16, next_pow2(case.P))
-    return Tile(
-        BLOCK_P=rows, BLOCK_N=next_pow2(case.N), num_warps=1 if case.N <= 128 else 2, num_stages=1
-    )
+    """One warp with a few rows of the state, more of them as the batch fills the machine."""
+    heads, width = cdiv(tokens, case.NEW) * case.H, next_pow2(case.N)
+    lane = 16 if heads < 1024 else 32 if heads < 16384 else 64  # elements a thread
+    if case.STATE != "fp32":
+        lane = min(2 * lane, 64)  # half the bytes
+    if case.TREE:
+        lane = min(lane, 32)  # the stored state stays in registers beside the path's
+    rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
+    return Tile(BLOCK_P=rows, BLOCK_N=width, num_warps=1, num_stages=1)
 
 
 def _tiles(case: Case) -> list[Tile]:
