@@ -102,7 +102,7 @@ def weight_notes(
         return ["act_quant has no effect: nothing is quantised"] if act_quant else []
     plain = f"activations stay {_name(dtype)}"
     how = {
-        Algorithm.NONE: f"run as {_name(dtype)}",
+        Algorithm.NONE: f"are not quantised and run as {_name(dtype)}",
         Algorithm.FP8: f"run as w8a16: {plain}, input scales are not used",
         Algorithm.NVFP4: f"run as w4a16: {plain}, input scales are not used",
         Algorithm.W4A16_NVFP4: f"run as w4a16, as they are labelled: {plain}",
@@ -116,8 +116,8 @@ def weight_notes(
     if not has_e4m3(device):
         integers = "; e4m3 is decoded by integers, which this GPU has no type for"
         how = {a: t + integers * (a is not Algorithm.NONE) for a, t in how.items()}
-    named = {a: str(a) for a in Algorithm} | {Algorithm.NONE: "other"}
-    return [f"{counts[a]:,} {named[a]} matrices {how[a]}" for a in how if a in counts]
+    named = {a: f"{a} " for a in Algorithm} | {Algorithm.NONE: ""}
+    return [f"{counts[a]:,} {named[a]}matrices {how[a]}" for a in how if a in counts]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -69,6 +69,7 @@ def main(
     synthetic: o.Synthetic = None,
     layers: o.Layers = None,
     width_scale: o.WidthScale = None,
+    quant: o.Quant = None,
     dtype: o.Dtype = None,
     revision: o.Revision = None,
     offline: o.Offline = False,
@@ -78,6 +79,8 @@ def main(
     max_requests: o.MaxRequests = None,
     prefill_piece: o.PrefillPiece = None,
     state_dtype: o.StateDtype = None,
+    kv_dtype: o.KvDtype = None,
+    act_quant: o.ActQuant = False,
     impl: o.Impl = None,
     drafts: o.Drafts = 0,
 ) -> None:
@@ -91,10 +94,11 @@ def main(
         work = Work(
             *(prompts, lines, out, system, raw, template_args(template_arg), stated, tokens)
         )
-        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline)
+        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
         forced = implementations(impl)
         machine = Machine(
-            *(device, memory, max_context, max_requests, prefill_piece, state_dtype, forced)
+            *(device, memory, max_context, max_requests, prefill_piece, state_dtype, forced),
+            *(kv_dtype, act_quant),
         )
         answer(work, source, machine, View(console, json, stats))
 

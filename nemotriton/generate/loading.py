@@ -21,6 +21,7 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 seed=source.synthetic,
                 layers=source.layers,
                 width_scale=source.width_scale,
+                quant=source.quant or "bf16",
                 dtype=source.dtype,
                 device=machine.device,
                 max_context=machine.max_context,
@@ -29,6 +30,8 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 impl=machine.impl,
                 memory=machine.memory,
                 state_dtype=machine.state_dtype,
+                kv_dtype=machine.kv_dtype,
+                act_quant=machine.act_quant,
                 progress=progress,
             )
         else:
@@ -42,6 +45,8 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 impl=machine.impl,
                 memory=machine.memory,
                 state_dtype=machine.state_dtype,
+                kv_dtype=machine.kv_dtype,
+                act_quant=machine.act_quant,
                 revision=source.revision,
                 offline=source.offline,
                 progress=progress,

@@ -141,6 +141,14 @@ WidthScale = Annotated[
     float | None,
     _option(_WEIGHTS, "--width-scale", help="Sizes times this (with --synthetic)."),
 ]
+Quant = Annotated[
+    str | None,
+    _option(
+        *(_WEIGHTS, "--quant"),
+        help="Formats of random weights: bf16, fp8, nvfp4, super-mixed, or release.",
+        default="bf16",
+    ),
+]
 Dtype = Annotated[
     str | None,
     _option(_WEIGHTS, "--dtype", help="bfloat16, float16, float32.", default="the checkpoint's"),
@@ -172,6 +180,21 @@ PrefillPiece = Annotated[
 StateDtype = Annotated[
     str | None,
     _option(_MACHINE, "--state-dtype", help="Recurrent states: float32, bfloat16, float16."),
+]
+KvDtype = Annotated[
+    str | None,
+    _option(
+        *(_MACHINE, "--kv-dtype"),
+        help="Keys and values: auto, bf16 (as activations), fp8.",
+        default="auto",
+    ),
+]
+ActQuant = Annotated[
+    bool,
+    _option(
+        *(_MACHINE, "--act-quant"),
+        help="Quantise activations as the checkpoint was made for: w8a8, w4a4 (emulated).",
+    ),
 ]
 Impl = Annotated[
     list[str] | None,

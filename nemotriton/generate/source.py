@@ -6,15 +6,17 @@ from pathlib import Path
 
 from nemotriton.generate.prompts import UsageError
 from nemotriton.model.presets import PRESETS
+from nemotriton.model.release_schemes import QUANTS
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_KV_DTYPES = ("auto", "bf16", "fp8")
 
 
 @dataclass(frozen=True)
 class Source:
     """A directory, a Hugging Face id or `preset:NAME`; random weights where `synthetic` is a seed.
 
-    No `model` is the embedded one.
+    No `model` is the embedded one. `quant`: the formats of random weights.
     """
 
     model: str | None
@@ -24,6 +26,7 @@ class Source:
     dtype: str | None
     revision: str | None
     offline: bool
+    quant: str | None = None
 
     def __post_init__(self) -> None:
         if self.preset is not None:
@@ -39,10 +42,13 @@ class Source:
                 raise UsageError(f"{flag} {value} is not above 0.")
         if self.width_scale is not None and self.width_scale > 1:
             raise UsageError(f"--width-scale {self.width_scale} is above 1.")
+        if self.quant is not None and self.synthetic is None:
+            raise UsageError("--quant is for random weights: add --synthetic.")
+        _one_of("--quant", self.quant, (*QUANTS, "release"))
         on_disk = self.model is None or self.preset is not None or Path(self.model).is_dir()
         if self.revision is not None and on_disk:
             raise UsageError("--revision is for a Hugging Face id; this model is on the disk.")
-        _one_of("--dtype", self.dtype)
+        _one_of("--dtype", self.dtype, _DTYPES)
 
     @property
     def preset(self) -> str | None:
@@ -63,6 +69,8 @@ class Machine:
     prefill_piece: int | None
     state_dtype: str | None
     impl: dict[str, str]
+    kv_dtype: str | None = None
+    act_quant: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:
@@ -71,7 +79,8 @@ class Machine:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
-        _one_of("--state-dtype", self.state_dtype)
+        _one_of("--state-dtype", self.state_dtype, _DTYPES)
+        _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
 
 
 def implementations(choices: list[str] | None) -> dict[str, str]:
@@ -98,6 +107,6 @@ def _known_preset(name: str) -> None:
         raise UsageError(f"no preset {name!r}.{hint} There are {', '.join(PRESETS)}.")
 
 
-def _one_of(flag: str, value: str | None) -> None:
-    if value is not None and value not in _DTYPES:
-        raise UsageError(f"{flag} {value}: give one of {', '.join(_DTYPES)}.")
+def _one_of(flag: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if value is not None and value not in choices:
+        raise UsageError(f"{flag} {value}: give one of {', '.join(choices)}.")
