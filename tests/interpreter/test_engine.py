@@ -1,0 +1,52 @@
+"""The embedded model end to end on kernels in the interpreter: the twins' tokens and logits."""
+
+from collections.abc import Callable
+
+from nemotriton import LLM, SamplingParams
+from nemotriton.kernels.op import OPS
+
+PROMPTS = [[20, 9, 200, 31, 7], [77] * 3 + list(range(20, 50))]
+
+
+def test_every_kernel_together_gives_the_twins_tokens() -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    warm = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=2, ignore_eos=True)
+    found = []
+    for impl in ("triton", "ref"):
+        called: set[str] = set()
+        with (
+            LLM.synthetic(
+                "tiny", dtype="float32", device="cpu", max_context=128, prefill_piece=24, impl=impl
+            ) as llm,
+            watching(called, impl),
+        ):
+            done = llm.generate(PROMPTS, greedy) + llm.generate(PROMPTS[0], warm)
+            tokens = [o.outputs[0].token_ids for o in done]
+            found.append((tokens, llm.logits(PROMPTS[0])))
+        assert {"ssd_prefill", "ssm_update", "attend_decode", "run_experts"} <= called
+    assert found[0][0] == found[1][0]
+    worst = (found[0][1] - found[1][1]).abs().max()
+    assert float(worst) <= 2e-5 * float(found[1][1].abs().max())
+
+
+class watching:
+    """Records which ops ran through the implementation asked for."""
+
+    def __init__(self, called: set[str], impl: str) -> None:
+        self.called, self.attribute = called, "triton" if impl == "triton" else "ref"
+        self.kept = {name: getattr(op, self.attribute) for name, op in OPS.items()}
+
+    def __enter__(self) -> None:
+        for name, op in OPS.items():
+            setattr(op, self.attribute, self.note(name))
+
+    def note(self, name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            self.called.add(name)
+            return self.kept[name](*args, **kwargs)
+
+        return call
+
+    def __exit__(self, *exc: object) -> None:
+        for name, op in OPS.items():
+            setattr(op, self.attribute, self.kept[name])
