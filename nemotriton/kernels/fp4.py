@@ -215,7 +215,7 @@ def nvfp4_round(x, g):
     return tl.reshape(nvfp4_values(codes, scale), x.shape)
 
 
-# ------------------------------------------------------------------------------ jit: from and to memory
+# ------------------------------------------------------------------------------------ jit: memory
 @triton.jit
 def load_fp8(w_ptr, rows, k0, K, stride, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """fp32 values [rows, BLOCK_K] from column k0 of an e4m3 matrix, given as bytes."""

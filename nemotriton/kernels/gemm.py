@@ -191,15 +191,26 @@ def _check(
         weight.ndim == 2 and weight.shape[1] == K and K > 0,
         f"weight of shape {tuple(weight.shape)} does not match x of width {K}",
     )
-    N = weight.shape[0]
-    require(
-        x.stride(1) == 1 and weight.stride(1) == 1,
-        "x and weight must have unit stride along their width; call .contiguous()",
-    )
+    require(weight.stride(1) == 1, "weight must have unit stride along K; call .contiguous()")
     require(
         x.dtype == weight.dtype or torch.float32 in (x.dtype, weight.dtype),
         f"x is {x.dtype} and weight {weight.dtype}: use one dtype, or fp32 for one of them",
     )
+    N = weight.shape[0]
+    check_rows(x, N, bias, epilogue, residual)
+    return T, N, K
+
+
+def check_rows(
+    x: torch.Tensor,
+    N: int,
+    bias: torch.Tensor | None,
+    epilogue: str,
+    residual: torch.Tensor | None,
+) -> None:
+    """Everything about a product with N outputs but its weight."""
+    T = x.shape[0]
+    require(x.stride(1) == 1, "x must have unit stride along its width; call .contiguous()")
     require(
         bias is None or bias.shape == (N,),
         f"bias must be [{N}], got shape {None if bias is None else tuple(bias.shape)}",
@@ -213,7 +224,6 @@ def _check(
         residual is None or (residual.shape == (T, N) and residual.stride(1) == 1),
         f"residual must be [{T}, {N}] with unit stride along its width",
     )
-    return T, N, K
 
 
 # ------------------------------------------------------------------------------------------- spec

@@ -14,14 +14,41 @@ x [T, K] with a free row stride; FP8 weight e4m3 [N, K]; NVFP4 codes uint8 [N, K
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
-from nemotriton.kernels.fp4 import fp8_codes_ref, nvfp4_round_ref, nvfp4_values_ref
+from nemotriton.errors import require
+from nemotriton.kernels.fp4 import (
+    GROUP,
+    fp8_codes_ref,
+    load_fp8,
+    load_nvfp4,
+    nvfp4_round_ref,
+    nvfp4_values_ref,
+)
+from nemotriton.kernels.gemm import _finish, _sum_splits, check_rows
 from nemotriton.kernels.numerics import relu2_ref
-from nemotriton.kernels.op import acc_dtype, op
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
+from nemotriton.kernels.quantize import check_scale, inner_widths, round_rows
+
+X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# ------------------------------------------------------------------------------------------- twins
 def fp8_matmul_ref(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -80,6 +107,53 @@ def _linear_ref(
     return y if f == torch.float64 else y.to(out_dtype or x.dtype)
 
 
+# ---------------------------------------------------------------------------------------- kernels
+@triton.jit(do_not_specialize=["T"])
+def _matmul_quant(
+    x_ptr, w_ptr, s_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
+    x_stride, w_stride, s_stride, r_stride, T, N, K, steps,
+    RELU2: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one of SPLITS parts of K, `steps` blocks long; s_ptr: NVFP4.
+
+    x is the left operand, so that on Hopper decoded weights pass through shared memory: wgmma
+    never reads them from registers that the next step overwrites (triton issue 9433)."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    split = pid // (tiles_n * tiles_t)
+    pid = pid % (tiles_n * tiles_t)
+    first = pid // (GROUP * tiles_n) * GROUP  # GROUP rows of tiles at a time, column by column
+    rows = tl.minimum(tiles_t - first, GROUP)
+    t = (first + pid % rows) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = pid % (GROUP * tiles_n) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    # rows past the end repeat the last one; their sums are not stored
+    x_rows = x_ptr + tl.minimum(t, T - 1)[:, None] * x_stride
+    w_rows = tl.minimum(n, N - 1)
+
+    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    for step in range(steps):
+        k0 = (split * steps + step) * BLOCK_K
+        k = k0 + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            x = tl.load(x_rows + k[None, :])
+        else:
+            x = tl.load(x_rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+        if s_ptr is not None:
+            w = load_nvfp4(w_ptr, s_ptr, w_rows, k0, K, w_stride, s_stride, EVEN_K, BLOCK_K)
+        else:
+            w = load_fp8(w_ptr, w_rows, k0, K, w_stride, EVEN_K, BLOCK_K)
+        acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+
+    scale = tl.load(weight_scale_ptr)
+    if input_scale_ptr is not None:
+        scale *= tl.load(input_scale_ptr)
+    y_ptr += split * T * N  # one plane of partial sums a split
+    _finish(acc * scale, b_ptr, r_ptr, y_ptr, t[:, None], n[None, :], T, N, r_stride, RELU2)
+
+
+# -------------------------------------------------------------------------------------------- ops
 @op(ref=fp8_matmul_ref)
 def fp8_matmul(
     x: torch.Tensor,
@@ -94,7 +168,13 @@ def fp8_matmul(
     """epilogue(weight_scale * (x weight^T) + bias) for x [T, K], weight e4m3 [N, K]: [T, N].
 
     With `input_scale` x is quantised to e4m3 first (w8a8), saturating; else it stays (w8a16)."""
-    return fp8_matmul_ref(x, weight, weight_scale, input_scale, bias, epilogue, residual, out_dtype)
+    require(
+        weight.ndim == 2 and weight.dtype == torch.float8_e4m3fn and weight.stride(1) == 1,
+        f"weight must be float8_e4m3fn [N, K] with unit stride along K, got {weight.dtype}",
+    )
+    N, K = weight.shape
+    args = (weight.view(torch.uint8), None, weight_scale, input_scale)
+    return _run(FP8_MATMUL, x, N, K, args, bias, epilogue, residual, out_dtype)
 
 
 @op(ref=nvfp4_matmul_ref)
@@ -112,6 +192,188 @@ def nvfp4_matmul(
     """epilogue(global_scale * (x w^T) + bias) for x [T, K], NVFP4 w [N, K]: [T, N].
 
     With `input_scale` x is quantised in blocks of 16 first (w4a4); else it stays (w4a16)."""
-    return nvfp4_matmul_ref(
-        x, codes, scales, global_scale, input_scale, bias, epilogue, residual, out_dtype
+    require(
+        codes.ndim == 2 and codes.dtype == torch.uint8 and codes.stride(1) == 1,
+        f"codes must be uint8 [N, K/2] with unit stride along K, got {codes.dtype}",
     )
+    N, K = codes.shape[0], codes.shape[1] * 2
+    require(
+        scales.shape == (N, K // GROUP) and K % GROUP == 0 and scales.stride(1) == 1,
+        f"scales of shape {tuple(scales.shape)} do not match codes of [{N}, {K}/2]",
+    )
+    require(scales.dtype == torch.float8_e4m3fn, f"scales must be e4m3, got {scales.dtype}")
+    args = (codes, scales.view(torch.uint8), global_scale, input_scale)
+    return _run(NVFP4_MATMUL, x, N, K, args, bias, epilogue, residual, out_dtype)
+
+
+Weight = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+
+
+def _run(
+    spec: KernelSpec,
+    x: torch.Tensor,
+    N: int,
+    K: int,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    epilogue: str,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Launch; weight: bytes, block scale bytes or None, scale, input scale or None."""
+    require(
+        x.ndim == 2 and x.shape[1] == K > 0,
+        f"x of shape {tuple(x.shape)} does not match a weight of [{N}, {K}]",
+    )
+    require(x.dtype in X_DTYPES, f"x must be bf16, fp16 or fp32, got {x.dtype}")
+    check_rows(x, N, bias, epilogue, residual)
+    values, scales, scale, input_scale = weight
+    check_scale(scale, "the weight's scale")
+    if input_scale is not None:
+        check_scale(input_scale, "input_scale")
+        x = round_rows(x, input_scale, scales is not None)
+    T = x.shape[0]
+    y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
+    tile = spec.tile(T, x, N=N, K=K)
+    if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
+        tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=64)
+    block_k = int(tile["BLOCK_K"])
+    splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
+    steps = cdiv(K, block_k * splits)
+    tile = tile.but(SPLITS=splits, EVEN_K=block_k * splits * steps == K)
+    grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
+    s_stride = 0 if scales is None else scales.stride(0)
+    r_stride = 0 if residual is None else residual.stride(0)
+    shape = (x.stride(0), values.stride(0), s_stride, r_stride, T, N, K, steps)
+    squared = epilogue == "relu2"
+    if splits == 1:
+        args = (x, *weight, bias, residual, y, *shape)
+        launch(_matmul_quant, grid, *args, RELU2=squared, **tile)
+        return y
+    parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
+    args = (x, *weight, None, None, parts, *shape)
+    launch(_matmul_quant, grid, *args, RELU2=False, **tile)
+    block = min(512, next_pow2(N))
+    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
+    sums = (parts, bias, residual, y, r_stride, T, N)
+    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+    return y
+
+
+# ------------------------------------------------------------------------------------------- specs
+def random_nvfp4(
+    shape: tuple[int, ...], dev: torch.device, rng: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales of a matrix [..., K] whose values have a size of about 3; blocks of
+    scale zero, subnormal and negative zero are among them."""
+    *lead, K = shape
+    codes = torch.randint(0, 256, (*lead, K // 2), dtype=torch.uint8, device=dev, generator=rng)
+    scales = torch.randint(
+        0x30, 0x41, (*lead, K // GROUP), dtype=torch.uint8, device=dev, generator=rng
+    )
+    scales[..., ::7] = torch.randint(0, 8, scales[..., ::7].shape, device=dev, generator=rng).to(
+        torch.uint8
+    )
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def random_fp8(shape: tuple[int, ...], dev: torch.device, rng: torch.Generator) -> torch.Tensor:
+    """e4m3 numbers of every exponent up to 1.875, of both signs, never NaN."""
+    byte = torch.randint(0, 0x40, shape, dtype=torch.uint8, device=dev, generator=rng)
+    sign = torch.randint(0, 2, shape, dtype=torch.uint8, device=dev, generator=rng)
+    return (byte | sign << 7).view(torch.float8_e4m3fn)
+
+
+def _make_fp8(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    return {
+        "x": torch.randn(T, case.K, generator=rng, device=dev).to(dtype),
+        "weight": random_fp8((case.N, case.K), dev, rng),
+        "weight_scale": torch.full((), 2 * case.K**-0.5, device=dev),
+        "input_scale": torch.full((), 4 / 448, device=dev) if case.get("Q") else None,
+    }
+
+
+def _make_nvfp4(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    codes, scales = random_nvfp4((case.N, case.K), dev, rng)
+    return {
+        "x": torch.randn(T, case.K, generator=rng, device=dev).to(dtype),
+        "codes": codes,
+        "scales": scales,
+        "global_scale": torch.full((), 0.3 * case.K**-0.5, device=dev),
+        "input_scale": torch.full((), 4 / 2688, device=dev) if case.get("Q") else None,
+    }
+
+
+def _cases(config: Any) -> list[Case]:
+    """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
+    width = config.width
+    m = config.mamba
+    sizes = [(m.in_rows, width), (width, m.inner)] if m else []
+    for inner in inner_widths(config):
+        sizes += [(inner, width), (width, inner)]
+    return [Case(N=N, K=K) for N, K in dict.fromkeys(sizes)]
+
+
+def _default(case: Case, tokens: int) -> Tile:
+    """Sane on Hopper and Blackwell without tuning."""
+    few = tokens <= 64
+    if few:
+        rows = 16 if tokens <= 16 else 64
+        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+    else:
+        shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+    splits = 1
+    if few:  # about two programs for each of a large GPU's processors, each with work to pipeline
+        tiles = cdiv(case.N, 64)
+        while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
+            splits *= 2
+    return Tile(**shape, SPLITS=splits, GROUP=8)
+
+
+def _tiles(case: Case) -> list[Tile]:
+    few = [
+        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=3, SPLITS=s, GROUP=8)
+        for t in (16, 32)
+        for n in (32, 64, 128)
+        for k in (128, 256)
+        for w in (2, 4)
+        for s in (1, 2, 4)
+        if 256 * s <= case.K
+    ]
+    many = [
+        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, num_warps=8, num_stages=g, SPLITS=1, GROUP=8)
+        for t in (64, 128)
+        for n in (64, 128)
+        for g in (2, 3, 4)
+    ]
+    return few + many
+
+
+def _spec(wrapper: Any, make: Callable[..., Args], strided: tuple[str, ...], stored: float) -> Any:
+    def cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+        moved = stored * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
+        return Cost(2 * T * case.N * case.K, int(moved))
+
+    return KernelSpec(
+        terms=lambda case: case.K,
+        op=wrapper,
+        kernels=(_matmul_quant, _sum_splits),
+        cases=_cases,
+        small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0)],
+        tokens=(1, 4, 16, 32, 64, 128, 256, 1024, 4096, 16384),
+        make=make,
+        tiles=_tiles,
+        default=_default,
+        cost=cost,
+        small_tokens=(0, 1, 3, 17),
+        per_token=("x",),
+        strided=strided,
+    )
+
+
+FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0)
+NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, ("x", "codes", "scales"), 0.5625)

@@ -120,7 +120,10 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Tolerance: equal bits."""
+    """Tolerance: equal bits, but for at most `share` of the elements, with the reason for those."""
+
+    share: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

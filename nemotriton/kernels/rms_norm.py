@@ -51,14 +51,14 @@ def _rms_norm(x_ptr, w_ptr, y_ptr, x_stride, y_stride, D, eps, BLOCK_D: tl.const
 @op(ref=rms_norm_ref)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
     """RMS norm of x [T, D] with weight [D]; returns [T, D] in x's dtype."""
-    T, D = _check(x, weight)
+    T, D = check_rows(x, weight)
     y = torch.empty((T, D), dtype=x.dtype, device=x.device)
     tile = RMS_NORM.tile(T, x, D=D)
     launch(_rms_norm, (T,), x, weight, y, x.stride(0), y.stride(0), D, eps, **tile)
     return y
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
+def check_rows(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
     require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
     T, D = x.shape
     require(weight.shape == (D,), f"weight of shape {tuple(weight.shape)} does not match width {D}")
@@ -66,12 +66,12 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
     return T, D
 
 
-def _row_tiles(case: Case) -> list[Tile]:
+def row_tiles(case: Case) -> list[Tile]:
     block = next_pow2(case.D)
     return [Tile(BLOCK_D=block, num_warps=w, num_stages=1) for w in (1, 2, 4, 8, 16)]
 
 
-def _row_default(case: Case, tokens: int) -> Tile:
+def row_default(case: Case, tokens: int) -> Tile:
     block = next_pow2(case.D)
     return Tile(BLOCK_D=block, num_warps=min(8, max(1, block // 512)), num_stages=1)
 
@@ -96,8 +96,8 @@ RMS_NORM = KernelSpec(
     small=[Case(D=64), Case(D=37), Case(D=300)],
     tokens=_TOKENS,
     make=_make_rms_norm,
-    tiles=_row_tiles,
-    default=_row_default,
+    tiles=row_tiles,
+    default=row_default,
     cost=lambda case, T, dtype: Cost(4 * T * case.D, (2 * T + 1) * case.D * dtype.itemsize),
     per_token=("x",),
     strided=("x",),
@@ -139,7 +139,7 @@ def add_rms_norm(
 
     x [T, D]; residual [T, D], fp32 or x's dtype; weight [D]. Returns (the norm of the new residual
     in x's dtype, the new residual in residual's dtype); the norm sees the rounded sum."""
-    T, D = _check(x, weight)
+    T, D = check_rows(x, weight)
     require(
         residual.shape == x.shape,
         f"residual of shape {tuple(residual.shape)} does not match x {tuple(x.shape)}",
@@ -169,8 +169,8 @@ ADD_RMS_NORM = KernelSpec(
     small=[Case(D=64), Case(D=37), Case(D=300)],
     tokens=_TOKENS,
     make=_make_add_rms_norm,
-    tiles=_row_tiles,
-    default=_row_default,
+    tiles=row_tiles,
+    default=row_default,
     cost=lambda case, T, dtype: Cost(5 * T * case.D, (4 * T + 1) * case.D * dtype.itemsize),
     per_token=("x", "residual"),
     strided=("x", "residual"),
@@ -212,7 +212,7 @@ def gated_rms_norm(
     """Gate x with silu(z), then RMS norm each of `groups` slices of the width on its own.
 
     x, z [T, D], weight [D], D divisible by groups; returns [T, D] in x's dtype."""
-    T, D = _check(x, weight)
+    T, D = check_rows(x, weight)
     require(z.shape == x.shape, f"gate of shape {tuple(z.shape)} does not match {tuple(x.shape)}")
     require(z.stride(1) == 1, "the gate must have unit stride along its width")
     require(groups > 0 and D % groups == 0, f"width {D} is not divisible by {groups} groups")
@@ -244,8 +244,8 @@ GATED_RMS_NORM = KernelSpec(
     small=[Case(D=32, G=2), Case(D=37, G=3), Case(D=300, G=1)],
     tokens=_TOKENS,
     make=_make_gated_rms_norm,
-    tiles=_row_tiles,
-    default=_row_default,
+    tiles=row_tiles,
+    default=row_default,
     cost=lambda case, T, dtype: Cost(
         8 * T * case.D * case.G, (3 * T + 1) * case.D * case.G * dtype.itemsize
     ),
