@@ -11,7 +11,7 @@ from nemotriton.engine.sampling import SamplingParams
 from nemotriton.model.nemotron_h import NemotronH, Probe
 
 
-def poisoned_caches(model: NemotronH, slots: int = 3, pages: int = 16, lanes: int = 0) -> Caches:
+def poisoned_caches(model: NemotronH, slots: int = 3, pages: int = 16, lanes: int = 1) -> Caches:
     """Caches full of NaN: whatever is read before it is written shows."""
     config, kv, mamba = model.config, None, None
     if config.attention is not None:
@@ -25,7 +25,7 @@ def poisoned_caches(model: NemotronH, slots: int = 3, pages: int = 16, lanes: in
         mamba = MambaStates(
             config.mamba, layers, slots, model.dtype, model.device, torch.float32, lanes
         )
-        for t in (mamba.ssm, mamba.conv, mamba.ssm_lanes, mamba.conv_lanes):
+        for t in (mamba.ssm, mamba.conv, mamba.conv_lanes):
             if t is not None:
                 t.fill_(float("nan"))
     return Caches(kv, mamba)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemotriton.engine.batch import Span
 from nemotriton.engine.caches import MambaStates, PagedKV
 from nemotriton.engine.engine import Engine
 from nemotriton.engine.outputs import Group
@@ -336,17 +337,48 @@ def test_caches_move_requests_bit_for_bit() -> None:
     assert torch.equal(states.ssm[:, [1, 3]], ssm[:, [1, 3]])
 
 
-def test_commit_promotes_one_lane_and_reads_no_other() -> None:
+def test_commit_points_at_one_lane_and_reads_no_other() -> None:
     states = MambaStates(MAMBA, 2, 5, torch.float32, "cpu", lanes=4)
-    assert states.ssm_lanes is not None
-    assert states.conv_lanes is not None
-    for x in (states.ssm, states.conv):
-        x.fill_(-1)
-    for lanes in (states.ssm_lanes, states.conv_lanes):
-        lanes.fill_(float("nan"))
-        lanes[:, 3, 0], lanes[:, 1, 2], lanes[:, 4, 3] = 30, 12, 43
+    states.ssm.fill_(float("nan"))
+    states.conv.fill_(-1)
+    for lanes in map(torch.stack, zip(*(states.layer_lanes(i) for i in range(2)))):
+        assert lanes.shape[:3] == (2, 5, 4)
     slots = torch.tensor([3, 1, 4], dtype=torch.int32)
-    states.commit(slots, torch.tensor([0, 2, 3], dtype=torch.int32))
-    for x in (states.ssm, states.conv):
-        values = x.flatten(2)[:, :, 0]
-        assert torch.equal(values, torch.tensor([[-1.0, 12, -1, 30, 43]] * 2))
+    before = states.ssm.data_ptr()
+    for accepted in ([0, 2, 3], [3, 3, 0], [1, 1, 1]):
+        for layer in range(2):
+            conv, ssm = states.layer_lanes(layer)
+            conv.fill_(float("nan"))
+            ssm.fill_(float("nan"))
+            for slot, lane in zip((3, 1, 4), accepted):
+                conv[slot, lane] = ssm[slot, lane] = 100 * layer + 10 * slot + lane
+        states.commit(slots, torch.tensor(accepted, dtype=torch.int32))
+        cells = states.cells(span_of([3, -1, 1, 4]))
+        assert cells.dtype == torch.int32
+        assert cells[1] == -1
+        for layer in range(2):
+            want = [100.0 * layer + 10 * s + lane for s, lane in zip((3, 1, 4), accepted)]
+            assert states.ssm[layer, cells[[0, 2, 3]].long()].flatten().tolist() == want
+            assert states.conv[layer, [3, 1, 4]].flatten(1)[:, 0].tolist() == want
+        assert (states.conv[:, [0, 2]] == -1).all()
+        saved = states.save(4)
+        states.restore(2, saved)
+        (cell,) = states.cells(span_of([2])).tolist()
+        assert torch.equal(states.ssm[:, cell], saved[0])
+        states.conv[:, 2] = -1
+    assert states.ssm.data_ptr() == before
+
+
+def span_of(slots: list[int]) -> Span:
+    index = torch.tensor(slots, dtype=torch.int32)
+    return Span(0, len(slots), index, index, index, index[:, None], 1, 1)
+
+
+def test_moving_cells_reads_all_before_it_writes_any() -> None:
+    kv = PagedKV(2, 3, 1, 2, torch.float32, "cpu", page_size=4)
+    kv.k.copy_(torch.arange(12.0).view(1, 3, 4, 1, 1).expand_as(kv.k))
+    kv.v.copy_(-kv.k)
+    kv.move(torch.tensor([7, 5, 2, 11]), torch.tensor([5, 2, 7, 11]))
+    want = [0.0, 1, 5, 3, 4, 7, 6, 2, 8, 9, 10, 11]
+    assert kv.k[1, ..., 0, 1].flatten().tolist() == want
+    assert kv.v[0, ..., 0, 0].flatten().neg().tolist() == want

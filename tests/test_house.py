@@ -50,8 +50,8 @@ ORDER = [
             "layers",
             "mixers",
             "training",
-            "nemotron_h",
             "mtp",
+            "nemotron_h",
         ]
     ],
     [
@@ -63,7 +63,11 @@ ORDER = [
             "caches",
             "batch",
             "scheduler",
+            "draft_shape",
+            "depth",
             "sampler",
+            "clock",
+            "drafter",
             "graphs",
             "runner",
             "outputs",

@@ -36,7 +36,7 @@ def tokens_of(piece: Piece, accepted: int = 0) -> list[int]:
     """What a model would return for a piece."""
     request = piece.request
     if request.state is State.DECODE:
-        return [1] * (1 + min(accepted, len(request.drafts)))
+        return [1] * (1 + min(accepted, request.drafts))
     return [1] if piece.end == len(request.prompt) and not request.keep_logits else []
 
 
@@ -120,16 +120,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        for request in self.s.running:
-            room = request.limit - len(request.output) - 1
-            if request.state is State.DECODE and room > 0:
-                request.drafts = [3] * data.draw(st.integers(0, min(3, room)))
+        self.s.drafts = data.draw(st.integers(0, 9))
         oldest = self.s.running[0] if self.s.running else None
         before = (oldest.computed, oldest.length) if oldest else None
         step = self.s.step()
         self.check(step)
         for piece in [*step.decode, *step.prefill]:
-            self.s.advance(piece, tokens_of(piece, data.draw(st.integers(0, 3))))
+            self.s.advance(piece, tokens_of(piece, data.draw(st.integers(0, 9))))
         if oldest is not None:
             assert (oldest.computed, oldest.length) != before, "the oldest request stood still"
 
@@ -153,6 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert p.request in s.running
             assert s.pages_for(p.end) <= len(p.request.pages) or s.pages is None
             assert (p.request.state is State.DECODE) == (p in step.decode)
+            assert p.count == 1 + p.request.drafts or p in step.prefill
+            assert p.request.drafts == 0 or len(p.request.output) + p.count <= p.request.limit
         assert bool(pieces) == s.busy
 
     @precondition(lambda self: getattr(self, "all", None))
@@ -280,17 +279,36 @@ def test_only_pages_with_computed_tokens_are_saved() -> None:
     assert len(saved[0].pages) == s.pages_for(new.computed) < 4
 
 
-def test_drafts_are_dropped_before_a_request_is_preempted_for_them() -> None:
-    s = scheduler(pages=5, slots=2, requests=2)
-    old, new = make(0, 7, 6), make(1, 7, 2)
+def test_nobody_is_preempted_for_drafts() -> None:
+    s = scheduler(pages=6, slots=2, requests=2)
+    old, new = make(0, 7, 9), make(1, 7, 4)
     s.add(old)
     s.add(new)
     for piece in s.step().prefill:
         s.advance(piece, [1])
-    old.drafts = [3] * 8
+    s.drafts = 8
     step = s.step()
     assert not step.saves
-    assert [p.count for p in step.decode] == [1, 1]
+    # of 8 more tokens the last is never fed back, so the older one drafts 7, on the last two pages
+    assert [p.count for p in step.decode] == [8, 1]
+    s.advance(step.decode[0], [1])
+    s.advance(step.decode[1], [1])
+    assert [len(r.pages) for r in (old, new)] == [3, 2], "pages of rejected drafts come back"
+
+
+def test_drafts_shrink_at_the_end() -> None:
+    s = scheduler(pages=20)
+    request = make(0, 5, 7)
+    s.add(request)
+    s.advance(s.step().prefill[0], [1])
+    s.drafts = 3
+    counts = []
+    while s.busy:
+        piece = s.step().decode[0]
+        counts.append(piece.count)
+        s.advance(piece, [1, 1])
+    assert counts == [4, 4, 2]
+    assert len(request.output) == 7
 
 
 def test_a_newcomer_waits_for_its_whole_prompt_and_nobody_overtakes() -> None:
@@ -311,7 +329,7 @@ def test_stop_ids_end_a_request_and_later_tokens_are_dropped() -> None:
     piece = s.step().prefill[0]
     assert s.advance(piece, [2]) == [2], "no stop before min_tokens"
     assert request.state is State.DECODE
-    request.drafts = [4, 5, 6]
+    s.drafts = 3
     piece = s.step().decode[0]
     assert piece.count == 4
     assert s.advance(piece, [4, 5, 6, 7]) == [4, 5]

@@ -29,8 +29,9 @@ _TABLE = 16
 class Span:
     """The decode rows, or the prefill rows, of a step; int32 tensors on the model's device.
 
-    `verify` steps leave the Mamba states alone and write lanes instead. `parents` is for draft
-    trees; None means that each token follows the one before it.
+    Decode rows move the Mamba states on, but not where drafts are among them: under `verify` each
+    row leaves its state in a lane, under `trial` nothing is kept. `parents` is for draft trees;
+    None means that each token follows the one before it.
     """
 
     start: int  # first row in the flat batch
@@ -43,8 +44,10 @@ class Span:
     max_length: int  # largest of `lengths`
     fresh: Tensor | None = None  # bool [S], prefill only: first piece, the slot holds another's
     chunks: Tensor | None = None  # [n, 3] prefill only: (sequence, first row, tokens)
-    parents: Tensor | None = None  # [rows] decode only
+    parents: Tensor | None = None  # [rows] decode only: row within the sequence, -1 = none
     verify: bool = False  # decode only: rows behind the first of a sequence are drafts
+    trial: bool = False  # decode only: nothing but drafts
+    cells: Tensor | None = None  # [S] see MambaStates.cells
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Batch:
     decode: Span | None
     prefill: Span | None
     logit_rows: Tensor  # int64 [R] rows whose logits are wanted
+    next_ids: Tensor | None = None  # int64 [T] the token behind each, 0 = not known; for drafting
 
 
 def build_batch(
@@ -66,34 +70,43 @@ def build_batch(
     page_size: int,
     chunk: int | None,
     device: torch.device | str,
+    parents: Sequence[int] = (),
+    verify: bool = False,
+    following: bool = False,
 ) -> Batch:
     """The batch of a step; `chunk` is the SSD chunk (None without Mamba layers).
 
-    A request without pages (no attention layers) gets kv_rows of -1.
+    A request without pages (no attention layers) gets kv_rows of -1. Tokens that are not known yet,
+    which are drafts, stand as 0. parents, verify: of the decode rows, see Span; no parents are
+    chains. following: also make next_ids.
     """
     pieces = [*decode, *prefill]
     long, short = _Packer(torch.int64), _Packer(torch.int32)
-    long.add(t for p in pieces for t in p.request.tokens(p.start, p.end))
+    long.add(t for p in pieces for t in _known(p, 0))
     long.add(row for p in pieces for row in _kv_rows(p, page_size))
     long.add(logit_rows)
+    long.add(t for p in pieces if following for t in _known(p, 1))
     for pieces_of_span in (decode, prefill):
         _pack_span(short, pieces_of_span)
     # on each sequence's own grid: prompts cut at multiples of `chunk` scan the same terms
     done = [p.start for p in prefill]
     chunks = chunk_table([p.count for p in prefill], chunk, done) if chunk else []
     short.add(value for row in chunks for value in row)
-    ids, kv_rows, rows = long.upload(device)
-    *spans, chunk_values = short.upload(device)
-    middle = ids.numel() - sum(p.count for p in prefill)
-    spans_built = [
-        _span(decode, 0, spans[:4]) if decode else None,
-        _span(prefill, middle, spans[4:]) if prefill else None,
-    ]
-    if spans_built[1] is not None:
+    short.add(parents)
+    ids, kv_rows, rows, next_ids = long.upload(device)
+    *spans, chunk_values, parent_rows = short.upload(device)
+    batch = Batch(ids, kv_rows, None, None, rows, next_ids if following else None)
+    if decode:
+        batch.decode = _span(decode, 0, spans[:4])
+        batch.decode.parents = parent_rows if parents else None
+        batch.decode.verify = verify
+    if prefill:
+        middle = ids.numel() - sum(p.count for p in prefill)
+        batch.prefill = _span(prefill, middle, spans[4:])
         fresh = torch.tensor([p.start == 0 for p in prefill], dtype=torch.bool)
-        spans_built[1].fresh = fresh.to(device, non_blocking=True)
-        spans_built[1].chunks = chunk_values.view(-1, 3) if chunk else None
-    return Batch(ids, kv_rows, spans_built[0], spans_built[1], rows)
+        batch.prefill.fresh = fresh.to(device, non_blocking=True)
+        batch.prefill.chunks = chunk_values.view(-1, 3) if chunk else None
+    return batch
 
 
 class _Packer:
@@ -116,6 +129,12 @@ class _Packer:
             host = host.pin_memory()
         whole = host.to(device, non_blocking=True)
         return [whole[start:end] for start, end in self.sections]
+
+
+def _known(piece: Piece, ahead: int) -> Iterable[int]:
+    """The piece's token ids, or those `ahead` of them, with 0 for what is not known."""
+    ids = piece.request.tokens(piece.start + ahead, piece.end + ahead)
+    return [*ids, *[0] * (piece.count - len(ids))]
 
 
 def _kv_rows(piece: Piece, page_size: int) -> Iterable[int]:
@@ -153,5 +172,4 @@ def _span(pieces: Sequence[Piece], start: int, packed: Sequence[Tensor]) -> Span
         pages=pages.view(len(pieces), -1),
         max_new=max(p.count for p in pieces),
         max_length=max(p.end for p in pieces),
-        verify=any(p.request.drafts for p in pieces),
     )

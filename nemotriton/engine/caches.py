@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nemotriton.model.config import MambaConfig
+if TYPE_CHECKING:
+    from nemotriton.engine.batch import Span
+    from nemotriton.model.config import MambaConfig
 
 PAGE_SIZE = 64  # tokens
 SCORE_BYTES = 64 * 2**20  # logits of prompt tokens are computed in blocks of at most this
@@ -55,14 +58,24 @@ class PagedKV:
         for cache, host in zip((self.k, self.v), saved, strict=True):
             _movable(cache).index_copy_(1, index, _movable(host).to(cache.device))
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the cells `source` to the cells `target` in all layers, int64 [n] as in `kv_rows`.
+
+        All are read before any is written."""
+        for cache in (self.k, self.v):
+            cells = _movable(cache).flatten(1, 2)
+            cells.index_copy_(1, target, cells.index_select(1, source))
+
 
 class MambaStates:
     """Recurrent states of the Mamba layers, a slot a sequence.
 
-    `ssm` [layers, slots, H, P, N] in the state dtype; `conv` [layers, slots, W-1, conv_dim] in the
-    model's dtype: the last inputs of the convolution, before it and before the activation, oldest
-    first. With `lanes` > 0, `ssm_lanes` and `conv_lanes` have an axis of that many draft steps
-    after `slots`: lane t holds the state after row t of a verify pass, until `commit`.
+    `ssm` [layers, slots * lanes, H, P, N] in the state dtype; `conv` [layers, slots, W-1, conv_dim]
+    in the model's dtype: the last inputs of the convolution, before it and before the activation,
+    oldest first. A slot has `lanes` SSM states, 1 without drafting, else the most rows of a verify
+    pass: lane t becomes the state after row t of the pass. `cursor` int32 [slots] is the lane that
+    holds the committed state, so that `commit` moves none of these large states. The windows are
+    small: `conv_lanes` [layers, slots, lanes, W-1, conv_dim] (None without drafting) are copied.
     """
 
     def __init__(
@@ -73,49 +86,60 @@ class MambaStates:
         dtype: torch.dtype,
         device: torch.device | str,
         state_dtype: torch.dtype = torch.float32,
-        lanes: int = 0,
+        lanes: int = 1,
     ) -> None:
         ssm = (config.heads, config.head_dim, config.state)
         conv = (config.conv_width - 1, config.conv_dim)
-        self.ssm = torch.empty((layers, slots, *ssm), dtype=state_dtype, device=device)
+        self.lanes = lanes
+        self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.ssm = torch.empty((layers, slots * lanes, *ssm), dtype=state_dtype, device=device)
         self.conv = torch.empty((layers, slots, *conv), dtype=dtype, device=device)
-        self.ssm_lanes: Tensor | None = None
         self.conv_lanes: Tensor | None = None
-        if lanes:
-            shape = (layers, slots, lanes)
-            self.ssm_lanes = torch.empty((*shape, *ssm), dtype=state_dtype, device=device)
-            self.conv_lanes = torch.empty((*shape, *conv), dtype=dtype, device=device)
+        if lanes > 1:
+            shape = (layers, slots, lanes, *conv)
+            self.conv_lanes = torch.empty(shape, dtype=dtype, device=device)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """(conv, ssm) of the `index`-th Mamba layer."""
+        """(conv, ssm) of the `index`-th Mamba layer: rows are slots, and `cells` of slots."""
         return self.conv[index], self.ssm[index]
 
-    def lanes(self, index: int) -> tuple[Tensor | None, Tensor | None]:
-        """(conv, ssm) lanes of the `index`-th Mamba layer, None without drafting."""
-        if self.conv_lanes is None or self.ssm_lanes is None:
-            return None, None
-        return self.conv_lanes[index], self.ssm_lanes[index]
-
-    def commit(self, slots: Tensor, accepted: Tensor) -> None:
-        """Make lane `accepted[s]` (= accepted drafts, 0..K) the state of slot `slots[s]`, int [S].
-
-        Slots must be valid and distinct. Only the lanes that are read need have been written.
-        """
-        assert self.ssm_lanes is not None, "there are no lanes"
+    def layer_lanes(self, index: int) -> tuple[Tensor, Tensor]:
+        """(conv, ssm) of the `index`-th Mamba layer, each [slots, lanes, ...]."""
         assert self.conv_lanes is not None, "there are no lanes"
-        slots, accepted = slots.long(), accepted.long()
-        for state, lanes in ((self.ssm, self.ssm_lanes), (self.conv, self.conv_lanes)):
-            for layer in range(state.shape[0]):  # layer by layer bounds the gathered copy
-                state[layer].index_copy_(0, slots, lanes[layer][slots, accepted])
+        return self.conv_lanes[index], self.ssm[index].unflatten(0, (-1, self.lanes))
+
+    def cells(self, span: Span) -> Tensor:
+        """Rows of `ssm` that hold the committed states of a span's slots, int32 [S], pads -1.
+
+        Looked up once a step, so not after a commit."""
+        if self.lanes == 1:
+            return span.slots
+        if span.cells is None:
+            cell = span.slots * self.lanes + self.cursor[span.slots.clamp_min(0).long()]
+            span.cells = torch.where(span.slots < 0, -1, cell)
+        return span.cells
+
+    def commit(self, slots: Tensor, lane: Tensor) -> None:
+        """Make lane `lane[s]` the state of slot `slots[s]`, both int32 [S].
+
+        Slots must be valid and distinct. No other lane is read."""
+        assert self.conv_lanes is not None, "there are no lanes"
+        index = slots.long()
+        self.cursor.index_copy_(0, index, lane)
+        self.conv.index_copy_(1, index, self.conv_lanes[:, index, lane.long()])
 
     def save(self, slot: int) -> tuple[Tensor, Tensor]:
         """Host copies of a slot, all layers: (ssm [layers, H, P, N], conv [layers, W-1, C])."""
-        return self.ssm[:, slot].to("cpu", copy=True), self.conv[:, slot].to("cpu", copy=True)
+        ssm, conv = self.ssm[:, self._cell(slot)], self.conv[:, slot]
+        return ssm.to("cpu", copy=True), conv.to("cpu", copy=True)
 
     def restore(self, slot: int, saved: tuple[Tensor, Tensor]) -> None:
         """Write what `save` returned into another (or the same) slot."""
-        self.ssm[:, slot] = saved[0].to(self.ssm.device)
+        self.ssm[:, self._cell(slot)] = saved[0].to(self.ssm.device)
         self.conv[:, slot] = saved[1].to(self.conv.device)
+
+    def _cell(self, slot: int) -> int:
+        return slot * self.lanes + int(self.cursor[slot])
 
 
 @dataclass(frozen=True, slots=True)

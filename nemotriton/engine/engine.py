@@ -261,6 +261,7 @@ class Engine:
             self._finish(request, "error", "the model's logits are not finite")
             return 0
         kept = self.scheduler.advance(piece, tokens)
+        del request.logprobs[len(request.output) :]
         if kept and group.first_token is None:
             group.first_token = time.perf_counter()
             self.meter.first_token_seconds += group.first_token - group.submitted

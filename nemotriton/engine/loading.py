@@ -209,7 +209,7 @@ def make_caches(
         kv = PagedKV(layers, plan.pages, a.kv_heads, a.head_dim, kv_dtype or dtype, device)
     if plan.slots and config.mamba is not None:
         layers = cache_layers(config, LayerKind.MAMBA, drafts)
-        lanes = drafts + 1 if drafts else 0
+        lanes = drafts + 1
         mamba = MambaStates(config.mamba, layers, plan.slots, dtype, device, state_dtype, lanes)
     return Caches(kv, mamba)
 

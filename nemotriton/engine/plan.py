@@ -115,15 +115,16 @@ class _Planner:
         return self.bytes_of(context, requests, pages)
 
     def bytes_of(self, context: int, requests: int, pages: int) -> CachePlan:
-        lanes = self.wishes.drafts + 1 if self.wishes.drafts else 0
+        drafts = self.wishes.drafts
+        windows = (drafts + 1) * self.window_bytes if drafts else 0
         return CachePlan(
             max_context=context,
             max_requests=requests,
             pages=pages,
-            slots=requests if self.state_bytes else 0,
+            slots=requests if self.ssm_bytes else 0,
             weights=self.weights,
-            states=requests * self.state_bytes,
-            lanes=requests * self.state_bytes * lanes,
+            states=requests * (self.ssm_bytes + self.window_bytes),
+            lanes=requests * (drafts * self.ssm_bytes + windows),
             kv=pages * self.page_bytes,
             work=self.work(requests),
             available=self.available,
@@ -142,14 +143,22 @@ class _Planner:
         return 2 * layers * PAGE_SIZE * attention.kv_rows * item
 
     @property
-    def state_bytes(self) -> int:
-        """SSM state and conv window of one request, all Mamba layers."""
-        layers = cache_layers(self.config, LayerKind.MAMBA, self.wishes.drafts)
+    def ssm_bytes(self) -> int:
+        """SSM state of one request, all Mamba layers."""
         m = self.config.mamba
-        if not layers or m is None:
+        return 0 if m is None else self.mamba_layers * m.inner * m.state * self.wishes.state_item
+
+    @property
+    def window_bytes(self) -> int:
+        """Conv window of one request, all Mamba layers."""
+        m = self.config.mamba
+        if m is None:
             return 0
-        ssm = m.inner * m.state * self.wishes.state_item
-        return layers * (ssm + (m.conv_width - 1) * m.conv_dim * self.wishes.item)
+        return self.mamba_layers * (m.conv_width - 1) * m.conv_dim * self.wishes.item
+
+    @property
+    def mamba_layers(self) -> int:
+        return cache_layers(self.config, LayerKind.MAMBA, self.wishes.drafts)
 
     def work(self, requests: int) -> int:
         """An upper estimate of what one step allocates: its widest layer, and its logits."""
@@ -201,7 +210,7 @@ class _Planner:
             f"needs {plan.total / size:.1f} {unit} ({', '.join(named)}); {self.where} has "
             f"{self.available / size:.1f} {unit} for it. "
         )
-        if self.state_bytes:
+        if self.ssm_bytes:
             each = (plan.states + plan.lanes) / requests / 2**20
             text += f"The states of a request take {each:.1f} MiB. "
         changes = self.changes(context, requests)
@@ -228,11 +237,11 @@ class _Planner:
         if w.drafts and self.smaller(w.prefill_piece, drafts=0).fits(context, requests):
             changes.append("drafts=0")
         if not changes:
-            small = self.smaller(min(w.prefill_piece, 256), drafts=0)
-            most = small.longest(context, 1)
-            if most:
-                piece = small.wishes.prefill_piece
-                changes = [f"max_context={most} with max_requests=1, prefill_piece={piece}"]
+            for piece in (min(w.prefill_piece, 256), 1):
+                most = self.smaller(piece, drafts=0).longest(context, 1)
+                if most:
+                    end = f"max_requests=1, prefill_piece={piece}" + ", drafts=0" * bool(w.drafts)
+                    return [f"max_context={most} with {end}"]
         return changes
 
     def smaller(self, piece: int, drafts: int | None = None) -> _Planner:

@@ -24,8 +24,10 @@ class Request:
     """One completion in the making.
 
     `computed` tokens of `prompt + output` have their K/V in `pages` and their effect in `slot`.
-    `limit` is the largest number of output tokens. `drafts` are guesses for the next tokens, run
-    behind the last one in a verify step. `saved` is the runner's host copy while preempted.
+    `limit` is the largest number of output tokens. `drafts` is how many guesses for the next tokens
+    run behind the last one in the step at hand, and `hidden` what they start from: the draft
+    block's output [D] behind the last computed token. `saved` is the runner's host copy while
+    preempted.
     `keep_logits` scores the prompt (float32 rows [n, V] appended to `logits`) and generates
     nothing. `logprobs` has an entry for each output token, `prompt_logprobs` for each prompt token.
     """
@@ -44,7 +46,8 @@ class Request:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
-    drafts: list[int] = field(default_factory=list)
+    drafts: int = 0
+    hidden: Any = None
     saved: Any = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -63,9 +66,9 @@ class Request:
         return self.computed >= len(self.prompt)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of positions start .. end - 1, drafts included."""
+        """Token ids of positions start .. end - 1, as far as they are known."""
         parts: list[int] = []
-        for known in (self.prompt, self.output, self.drafts):
+        for known in (self.prompt, self.output):
             parts += known[max(start, 0) : max(end, 0)]
             start, end = start - len(known), end - len(known)
         return parts

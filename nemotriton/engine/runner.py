@@ -1,8 +1,8 @@
-"""One step on the device: restore, build the batch, forward, logits where wanted, pick."""
+"""One step on the device: restore, draft, forward, pick, verify, commit, score."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from nemotriton.engine.batch import Batch, build_batch
 from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches
+from nemotriton.engine.clock import Clock
+from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.engine.drafter import Drafter, DraftModel
 from nemotriton.engine.request import Move, Piece, Request, Step
 from nemotriton.engine.sampler import Sampler, describe
+from nemotriton.kernels import Verdict, verify_drafts
 
 
-class Model(Protocol):
-    """What the runner needs of a model."""
+class Model(DraftModel, Protocol):
+    """What the runner needs of a model; `draft` only where drafts are wanted."""
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Hidden states [T, D] of the step's rows; states and pages move in place."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [R, V] of hidden states [R, D]."""
         ...
 
 
@@ -35,10 +35,53 @@ class Saved:
     mamba: tuple[Tensor, Tensor] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Which rows of a step's batch tokens are picked from: those of decode pieces, in order, then
+    the last one of each prompt that ends."""
+
+    picking: list[Piece]
+    scoring: list[Piece]
+    first: dict[str, int]  # flat row where a request's piece starts
+    counts: list[int]  # rows of each picking piece that are picked from
+
+    @classmethod
+    def of(cls, step: Step) -> Rows:
+        first, row = {}, 0
+        for p in (*step.decode, *step.prefill):
+            first[p.request.id] = row
+            row += p.count
+        ending = [p for p in step.prefill if p.end == len(p.request.prompt)]
+        answering = [p for p in ending if not p.request.keep_logits]
+        return cls(
+            picking=[*step.decode, *answering],
+            scoring=[p for p in step.prefill if scored_rows(p)],
+            first=first,
+            counts=[p.count for p in step.decode] + [1] * len(answering),
+        )
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each row that is picked from."""
+        return [p.request for p, n in zip(self.picking, self.counts) for _ in range(n)]
+
+    def logit_rows(self) -> list[int]:
+        """Flat rows whose logits are wanted: those picked from, then those scored."""
+        found: list[int] = []
+        for p, count in zip(self.picking, self.counts):
+            end = self.first[p.request.id] + p.count
+            found += range(end - count, end)
+        for p in self.scoring:
+            start = self.first[p.request.id]
+            found += range(start, start + scored_rows(p))
+        return found
+
+
 class Runner:
     """Owns the model and its caches and runs steps; between steps it keeps nothing of requests.
 
-    chunk: the model's SSD chunk, None without Mamba layers. vocab: rows of the head.
+    chunk: the model's SSD chunk, None without Mamba layers. vocab: rows of the head. shape: the
+    drafts of a step, None where the model does not draft; stateful: see Drafter.
     """
 
     def __init__(
@@ -49,6 +92,8 @@ class Runner:
         vocab: int,
         chunk: int | None,
         device: torch.device | str,
+        shape: DraftShape | None = None,
+        stateful: bool = False,
     ) -> None:
         self.model = model
         self.caches = caches
@@ -57,51 +102,171 @@ class Runner:
         self.device = device
         self.page_size = caches.kv.page_size if caches.kv is not None else PAGE_SIZE
         self.sampler = Sampler(vocab, device)
+        self.clock = Clock(device)
+        self.drafter: Drafter | None = None
+        if shape is not None:
+            self.drafter = Drafter(
+                model,
+                caches,
+                self.sampler,
+                shape,
+                page_size=self.page_size,
+                device=device,
+                stateful=stateful,
+            )
 
     @torch.no_grad()
     def run(self, step: Step) -> list[tuple[Piece, list[int] | None]]:
         """The step's pieces, each with its new tokens; None where the model gave no usable logits.
 
-        Logprobs, prompt logprobs and kept logits are appended to the requests.
+        A decode piece has its accepted drafts and one token more. Logprobs, prompt logprobs and
+        kept logits are appended to the requests.
         """
         for move in step.saves:
             self._save(move)
         for move in step.restores:
             self._restore(move)
-        ending = [p for p in step.prefill if p.end == len(p.request.prompt)]
-        picking = [*step.decode, *(p for p in ending if not p.request.keep_logits)]
-        scoring = [p for p in step.prefill if scored_rows(p)]
-        batch = build_batch(
+        self.clock.start()
+        rows = Rows.of(step)
+        drafting = any(p.request.drafts for p in step.decode)
+        batch = self._batch(step, rows, drafting)
+        if drafting:
+            assert self.drafter is not None
+            drafts = self.drafter.propose(step.decode)
+            batch.ids.index_copy_(0, self._draft_rows(step), drafts)
+            self.clock.mark("draft")
+        hidden = self.model.forward(batch, self.caches)
+        count = sum(rows.counts)
+        logits = self._logits(hidden, batch, count)
+        picked = self._pick(logits, batch, rows)
+        verdict = self._verify(batch, picked) if drafting else None
+        self.clock.mark("verify")
+        if self.drafter is not None:
+            self._follow(batch, hidden, picked, verdict, rows)
+            self.clock.mark("draft")
+        if verdict is not None:
+            self._commit(batch, verdict)
+            self.clock.mark("commit")
+        tokens = self._gained(picked, verdict, rows)
+        self._describe(logits, tokens, rows)
+        self._score(hidden.index_select(0, batch.logit_rows[count:]), rows.scoring)
+        found = {
+            p.request.id: [t for _, t in gained] or None
+            for p, gained in zip(rows.picking, tokens, strict=True)
+        }
+        return [(p, found.get(p.request.id, [])) for p in (*step.decode, *step.prefill)]
+
+    # ---- the parts of a step ------------------------------------------------------------------
+
+    def _batch(self, step: Step, rows: Rows, drafting: bool) -> Batch:
+        parents: list[int] = []
+        if drafting and self.drafter is not None and not self.drafter.shape.is_chain:
+            for p in step.decode:
+                parents += self.drafter.shape.row_parents(p.request.drafts)
+        return build_batch(
             step.decode,
             step.prefill,
-            _logit_rows(step, picking, scoring),
+            rows.logit_rows(),
             page_size=self.page_size,
             chunk=self.chunk,
             device=self.device,
+            parents=parents,
+            verify=drafting,
+            following=self.drafter is not None,
         )
-        hidden = self.model.forward(batch, self.caches)
-        hidden = hidden.index_select(0, batch.logit_rows)
-        tokens = self._pick(hidden[: len(picking)], [p.request for p in picking])
-        self._score(hidden[len(picking) :], scoring)
-        picked: dict[str, list[int] | None] = {
-            p.request.id: [t] if t >= 0 else None for p, t in zip(picking, tokens, strict=True)
-        }
-        return [(p, picked.get(p.request.id, [])) for p in (*step.decode, *step.prefill)]
 
-    def _pick(self, hidden: Tensor, requests: Sequence[Request]) -> list[int]:
-        if not requests:
-            return []
-        logits = self.model.logits(hidden)
-        tokens: list[int] = self.sampler.pick(logits, requests).tolist()
-        rows = [
-            i for i, r in enumerate(requests) if r.params.logprobs is not None and tokens[i] >= 0
+    def _draft_rows(self, step: Step) -> Tensor:
+        """Flat rows that hold drafts."""
+        found: list[int] = []
+        row = 0
+        for p in step.decode:
+            found += range(row + p.count - p.request.drafts, row + p.count)
+            row += p.count
+        return torch.tensor(found).to(self.device, non_blocking=True)
+
+    def _logits(self, hidden: Tensor, batch: Batch, count: int) -> Tensor:
+        if not count:
+            return torch.empty((0, self.vocab), device=self.device)
+        return self.model.logits(hidden.index_select(0, batch.logit_rows[:count]))
+
+    def _pick(self, logits: Tensor, batch: Batch, rows: Rows) -> Tensor:
+        """The token that follows each row picked from, int64; -1 where its logits are broken."""
+        if not rows.picking:
+            return torch.empty((0,), dtype=torch.int64, device=self.device)
+        ahead: list[Tensor] = []
+        for p, count in zip(rows.picking, rows.counts):
+            if self.drafter is None:
+                break
+            start = rows.first[p.request.id] + 1
+            drafts = batch.ids[start : start + p.request.drafts]
+            ahead += [self.drafter.before(drafts, d, p.request) for d in range(count)]
+        return self.sampler.pick(logits, rows.requests, ahead)
+
+    def _verify(self, batch: Batch, picked: Tensor) -> Verdict:
+        span = batch.decode
+        assert span is not None
+        ids = batch.ids[: span.end]
+        return verify_drafts(ids, picked[: span.end], span.cu, span.max_new, span.parents)
+
+    def _follow(
+        self, batch: Batch, hidden: Tensor, picked: Tensor, verdict: Verdict | None, rows: Rows
+    ) -> None:
+        """Complete the draft block's caches, and keep what the next drafts start from."""
+        assert self.drafter is not None
+        last = batch.logit_rows[: picked.shape[0]]
+        if verdict is not None and batch.decode is not None:
+            ends = batch.decode.cu[:-1] + verdict.last
+            last = torch.cat([ends.long(), last[batch.decode.end :]])
+        kept = self.drafter.follow(batch, hidden, picked, last)
+        for i, p in enumerate(rows.picking):
+            p.request.hidden = kept[i]
+
+    def _commit(self, batch: Batch, verdict: Verdict) -> None:
+        """Make the accepted rows the past: states, and of a tree the accepted path's K/V."""
+        span = batch.decode
+        assert span is not None
+        if self.caches.mamba is not None:
+            self.caches.mamba.commit(span.slots, verdict.last)
+        if self.caches.kv is not None and span.parents is not None:
+            target = batch.kv_rows[: span.end]
+            start = torch.repeat_interleave(span.cu[:-1], span.cu.diff(), output_size=span.end)
+            source = target[(start + verdict.path.clamp_min(0)).long()]
+            self.caches.kv.move(torch.where(verdict.path < 0, target, source), target)
+
+    def _gained(
+        self, picked: Tensor, verdict: Verdict | None, rows: Rows
+    ) -> list[list[tuple[int, int]]]:
+        """Of each picking piece (row of the logits, token) of its new tokens, on the host.
+
+        This is where the host waits for the device.
+        """
+        if verdict is None:
+            return [[(i, t)] if t >= 0 else [] for i, t in enumerate(picked.tolist())]
+        values = torch.cat([picked, verdict.path.long()]).tolist()
+        tokens, path = values[: picked.shape[0]], values[picked.shape[0] :]
+        path += [0] * (len(tokens) - len(path))  # a prompt's last row
+        found, row = [], 0
+        for count in rows.counts:
+            on = [row + r for r in path[row : row + count] if r >= 0]
+            found.append([(i, tokens[i]) for i in on if tokens[i] >= 0])
+            row += count
+        return found
+
+    def _describe(
+        self, logits: Tensor, tokens: Sequence[list[tuple[int, int]]], rows: Rows
+    ) -> None:
+        """Append logprobs to the requests that want them: the model's, of every token gained."""
+        asking = [
+            (p.request, i, token)
+            for p, gained in zip(rows.picking, tokens, strict=True)
+            for i, token in gained
+            if p.request.params.logprobs is not None
         ]
-        if rows:
-            wanted = [requests[i].params.logprobs or 0 for i in rows]
-            found = describe(logits[rows], [tokens[i] for i in rows], wanted)
-            for i, row in zip(rows, found, strict=True):
-                requests[i].logprobs.append(row)
-        return tokens
+        if asking:
+            requests, index, chosen = zip(*asking)
+            wanted = [r.params.logprobs for r in requests]
+            for request, row in zip(requests, describe(logits[list(index)], chosen, wanted)):
+                request.logprobs.append(row)
 
     def _score(self, hidden: Tensor, scoring: Sequence[Piece]) -> None:
         """Prompt logprobs and kept logits, a block of rows at a time."""
@@ -145,19 +310,3 @@ def scored_rows(piece: Piece) -> int:
     if request.params.prompt_logprobs is None:
         return 0
     return min(piece.end, len(request.prompt) - 1) - piece.start  # the last row predicts no prompt
-
-
-def _logit_rows(step: Step, picking: Sequence[Piece], scoring: Sequence[Piece]) -> list[int]:
-    """Flat rows whose logits are wanted: those picked from, then those scored."""
-    first = dict(_first_rows(step))
-    rows = [first[p.request.id] + p.count - 1 for p in picking]
-    for p in scoring:
-        rows += range(first[p.request.id], first[p.request.id] + scored_rows(p))
-    return rows
-
-
-def _first_rows(step: Step) -> Iterator[tuple[str, int]]:
-    row = 0
-    for p in (*step.decode, *step.prefill):
-        yield p.request.id, row
-        row += p.count

@@ -48,14 +48,19 @@ class Sampler:
         """Drop what is kept for a request that has ended."""
         self._counts.pop(request.id, None)
 
-    def pick(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    def pick(
+        self, logits: Tensor, requests: Sequence[Request], drafts: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Ids int64 [R] for float32 logits [R, V], row i for requests[i]; -1 for a broken row.
 
-        A row is broken where its largest logit is NaN or infinite: the model, not the request's
-        neighbours, is at fault, and only that request has to end.
+        drafts[i], int64 [n] on the device: tokens that stand between the last one of requests[i]
+        and row i; none at all: on no row. A row is broken where its largest logit is NaN or
+        infinite: the model, not the request's neighbours, is at fault, and only that request has to
+        end.
         """
         finite = torch.isfinite(logits.amax(-1))
-        logits = self._adjust(logits, requests)
+        ahead = [d.shape[0] for d in drafts] or [0] * len(requests)
+        logits = self._adjust(logits, requests, drafts, ahead)
         params = [r.params for r in requests]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -68,38 +73,52 @@ class Sampler:
             column([p.top_p for p in params], torch.float32),
             column([p.min_p for p in params], torch.float32),
             column([r.seed for r in requests], torch.int64),
-            column([r.length for r in requests], torch.int64),
+            column([r.length + n for r, n in zip(requests, ahead, strict=True)], torch.int64),
         )
         return torch.where(finite, ids, -1)
 
-    def _adjust(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    def _adjust(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Tensor] = (),
+        ahead: Sequence[int] = (),
+    ) -> Tensor:
         """Logits after penalties, and without ends before min_tokens; a copy if anything changes.
 
         Repetition first, over prompt and output, then frequency and presence over the output, as
         vLLM does it.
         """
-        young = [len(r.output) < r.params.min_tokens and bool(r.stop_ids) for r in requests]
+        ahead = ahead or [0] * len(requests)
+        young = [
+            len(r.output) + n < r.params.min_tokens and bool(r.stop_ids)
+            for r, n in zip(requests, ahead, strict=True)
+        ]
         if not any(young) and not any(r.params.penalised for r in requests):
             return logits
         logits = logits.clone()
         for row, request in enumerate(requests):
             if request.params.penalised:
-                self._penalise(logits[row], request)
+                self._penalise(logits[row], request, drafts[row] if ahead[row] else None)
             if young[row]:
                 logits[row, torch.tensor(sorted(request.stop_ids), device=self.device)] = -torch.inf
         return logits
 
-    def _penalise(self, row: Tensor, request: Request) -> None:
+    def _penalise(self, row: Tensor, request: Request, drafts: Tensor | None) -> None:
         params = request.params
         if request.id not in self._counts:
             self._counts[request.id] = TokenCounts(request, self.vocab, self.device)
         counts = self._counts[request.id]
         counts.update(request)
-        seen = counts.prompt | (counts.output > 0)
+        output = counts.output
+        if drafts is not None:
+            ones = torch.ones_like(drafts, dtype=torch.int32)
+            output = output.index_add(0, drafts, ones)
+        seen = counts.prompt | (output > 0)
         factor = params.repetition_penalty
         row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
-        row.sub_(params.frequency_penalty * counts.output)
-        row.sub_(params.presence_penalty * (counts.output > 0))
+        row.sub_(params.frequency_penalty * output)
+        row.sub_(params.presence_penalty * (output > 0))
 
 
 def describe(

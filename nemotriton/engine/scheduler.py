@@ -4,7 +4,8 @@ First come, first served: what runs is always older than what waits. Requests th
 first, then prompts in pieces under a token budget, then newcomers. A newcomer gets the pages of its
 whole prompt at once, so only decoding needs more; when pages run out the newest request is
 preempted, to go on later from exactly where it was. The oldest request always advances, and a
-request that could never fit alone is refused, so every request ends.
+request that could never fit alone is refused, so every request ends. Drafts get only what is left:
+nobody is preempted for them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Scheduler:
         self.page_size = page_size
         self.max_requests = max_requests
         self.prefill_piece = prefill_piece
+        self.drafts = 0  # wanted behind the last token of every request that decodes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -81,11 +83,16 @@ class Scheduler:
         """Plan the next step; it has at least one piece while any request is left."""
         step = Step()
         budget = self.prefill_piece
+        decoding = []
         for request in list(self.running):
             if request.state is State.DECODE and self._grow(request, step):
-                count = request.length - request.computed + len(request.drafts)
-                step.decode.append(Piece(request, request.computed, count))
-            elif request.state is State.PREFILL and budget:
+                decoding.append(request)
+        for request in decoding:
+            self._deepen(request)
+            count = request.length - request.computed + request.drafts
+            step.decode.append(Piece(request, request.computed, count))
+        for request in self.running:
+            if request.state is State.PREFILL and budget:
                 budget -= self._prefill(request, budget, step)
         # Whoever was just preempted waits first in line and does not fit (its pages went to an
         # older request), so no step saves and restores.
@@ -99,16 +106,10 @@ class Scheduler:
         return count
 
     def _grow(self, request: Request, step: Step) -> bool:
-        """Give the request pages for its next tokens, preempting newer ones; False if it was it.
-
-        Drafts are dropped before anyone is preempted for them.
-        """
+        """Give the request a page for its last token, preempting newer ones; False if it was it."""
         if self.pages is None:
             return True
-        missing = self.pages_for(request.length + len(request.drafts)) - len(request.pages)
-        if missing > self.pages.free:
-            request.drafts = []
-            missing = self.pages_for(request.length) - len(request.pages)
+        missing = self.pages_for(request.length) - len(request.pages)
         while missing > self.pages.free:
             newest = self.running[-1]
             self._preempt(newest, step)
@@ -117,6 +118,24 @@ class Scheduler:
         request.pages += self.pages.take(max(missing, 0))
         return True
 
+    def _deepen(self, request: Request) -> None:
+        """Decide how many drafts the request gets: none that could not be kept, nor any page that
+        others would have to be preempted for."""
+        drafts = min(self.drafts, request.limit - len(request.output) - 1)
+        if self.pages is not None:
+            room = len(request.pages) + self.pages.free
+            drafts = min(drafts, room * self.page_size - request.length)
+            missing = self.pages_for(request.length + drafts) - len(request.pages)
+            request.pages += self.pages.take(max(missing, 0))
+        request.drafts = drafts
+
+    def _give_back(self, request: Request, tokens: int) -> None:
+        """Free the pages behind those of `tokens` tokens: only rejected drafts were in them."""
+        if self.pages is not None:
+            used = self.pages_for(tokens)
+            self.pages.give(request.pages[used:])
+            del request.pages[used:]
+
     def _preempt(self, request: Request, step: Step) -> None:
         self.preemptions += 1
         if request.computed:
@@ -124,7 +143,7 @@ class Scheduler:
             step.saves.append(Move(request, tuple(kept), request.slot))
         self._release(request)
         request.state = State.WAITING
-        request.drafts = []
+        request.drafts = 0
         self.running.remove(request)
         self.waiting.appendleft(request)
 
@@ -176,7 +195,8 @@ class Scheduler:
                     self.finish(request, "length")
         else:
             request.computed = piece.start + len(tokens)
-        request.drafts = []
+            self._give_back(request, request.length + len(tokens))
+        request.drafts = 0
         kept: list[int] = []
         for token in tokens:
             request.output.append(token)
@@ -205,7 +225,7 @@ class Scheduler:
             self.running.remove(request)
             self._release(request)
         request.state = State.DONE
-        request.saved = None
+        request.saved = request.hidden = None
 
     def _release(self, request: Request) -> None:
         if self.pages is not None:

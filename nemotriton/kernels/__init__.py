@@ -79,10 +79,12 @@ from nemotriton.kernels.ssd import (
 )
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
+from nemotriton.kernels.verify import Verdict, verify_drafts, verify_drafts_ref
 
 __all__ = [
     "Logprobs",
     "Routing",
+    "Verdict",
     "add_rms_norm",
     "add_rms_norm_fp8",
     "add_rms_norm_fp8_ref",
@@ -144,6 +146,8 @@ __all__ = [
     "ssm_update_ref",
     "time_step_ref",
     "token_logprobs",
+    "verify_drafts",
+    "verify_drafts_ref",
     "write_kv",
     "write_kv_ref",
 ]

@@ -95,19 +95,20 @@ class MambaMixer(nn.Module):
         return self.out_proj(y)
 
     def _decode(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
-        """1..max_new tokens a sequence; under verify the states stay and every step is a lane."""
+        """1..max_new tokens a sequence; with drafts the states stay and every step is a lane."""
         i, w, b = self.index, self.conv1d.weight, self.conv1d.bias
-        ssm_lanes = states.ssm_lanes[i] if span.verify else None
-        conv_lanes = states.conv_lanes[i] if span.verify else None
-        shared = (span.cu, span.slots, span.max_new)
+        conv_lanes, ssm_lanes = states.layer_lanes(i) if span.verify else (None, None)
+        update = not (span.verify or span.trial)
         xBC = causal_conv1d_update(
             xBC,
             w,
             b,
             states.conv[i],
-            *shared,
+            span.cu,
+            span.slots,
+            span.max_new,
             lanes=conv_lanes,
-            update_state=not span.verify,
+            update_state=update,
             parents=span.parents,
         )
         x, B, C = self.heads(xBC)
@@ -120,11 +121,14 @@ class MambaMixer(nn.Module):
             self.D,
             self.dt_bias,
             states.ssm[i],
-            *shared,
+            span.cu,
+            states.cells(span),
+            span.max_new,
             dt_limit=self.mamba.dt_limit,
             lanes=ssm_lanes,
-            update_state=not span.verify,
+            update_state=update,
             parents=span.parents,
+            lane_slots=span.slots if span.verify else None,
         )
 
     def _prefill(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
@@ -133,6 +137,7 @@ class MambaMixer(nn.Module):
         xBC = causal_conv1d(
             xBC, self.conv1d.weight, self.conv1d.bias, states.conv[i], *where, span.max_new
         )
+        where = (span.cu, states.cells(span), span.fresh)
         x, B, C = self.heads(xBC)
         return ssd_prefill(
             x,

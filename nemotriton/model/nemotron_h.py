@@ -20,6 +20,7 @@ from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.training import train_mixer
 
 Probe = Callable[[str, torch.Tensor], None]
@@ -56,8 +57,8 @@ class NemotronH(nn.Module):
     """A Nemotron-H trunk on one device, its weights uninitialised until loaded or synthesised.
 
     dtype: of weights and activations (bf16, fp16 or fp32); the router, A_log, D and dt_bias stay
-    fp32. scheme, act_quant: formats of the matrices, see `Scope`. Call `prepare()` once the weights
-    are in place."""
+    fp32. scheme, act_quant: formats of the matrices, see `Scope`. drafting: with the MTP block,
+    which the configuration must have. Call `prepare()` once the weights are in place."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class NemotronH(nn.Module):
         device: torch.device,
         scheme: QuantScheme = UNQUANTISED,
         act_quant: bool = False,
+        drafting: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, device
@@ -82,6 +84,7 @@ class NemotronH(nn.Module):
         self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
         head = scope.at("lm_head")
         self.lm_head = None if config.tied else Linear(config.vocab, config.width, head)
+        self.mtp = MtpBlock(config, dtype, device, scheme, act_quant) if drafting else None
 
     @property
     def blocks(self) -> list[Block]:
@@ -127,6 +130,15 @@ class NemotronH(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(hidden, out_dtype=torch.float32)
         return matmul(hidden, self.embeddings.weight, out_dtype=torch.float32)
+
+    def draft(self, batch: Any, hidden: torch.Tensor, caches: Any) -> torch.Tensor:
+        """The MTP block's output [T, D] behind batch.ids, for `logits` and for the next draft.
+
+        Row i of hidden [T, D] belongs to the token before batch.ids[i], whose position is the one
+        that the batch states: what `forward` gave for it or, of a draft, what this gave. The block
+        shares the embedding and the head."""
+        assert self.mtp is not None, "the model was made without its MTP block"
+        return self.mtp(self.embeddings(batch.ids), hidden, batch, caches)
 
     def train_forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Differentiable hidden states [B, T, D] after norm_f of whole sequences ids [B, T].

@@ -1,0 +1,154 @@
+"""Guesses for the next tokens, by the model's own draft (MTP) block, and the block's caches.
+
+The block reads pairs: a token and the hidden state of the one before it. A pair has the position of
+the latter, so of n computed tokens the block's caches hold the n pairs whose second token is known,
+and its output on the last of them drafts token n + 1. `follow` adds the pairs of the tokens that a
+step computed, be it a prompt's piece or the rows of a verify pass, right behind the trunk and on
+the same rows; a rejected draft leaves a pair that the next step overwrites, as in the trunk.
+
+`propose` applies the block again to each draft: its own output stands in for the hidden state. What
+these passes write to the caches lies behind the complete pairs and is overwritten by `follow`;
+Mamba layers of a block are not moved. Drafts are picked with the temperature, filters, penalties
+and noise that the trunk's pick at that position will have, see `verify_drafts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from nemotriton.engine.batch import Batch, build_batch
+from nemotriton.engine.request import Piece, Request
+
+if TYPE_CHECKING:
+    from nemotriton.engine.caches import Caches
+    from nemotriton.engine.draft_shape import DraftShape
+    from nemotriton.engine.sampler import Sampler
+
+
+class DraftModel(Protocol):
+    """What drafting needs of a model."""
+
+    def draft(self, batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
+        """The block's output [T, D]; see `NemotronH.draft`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V] of hidden states or of the block's outputs [R, D]."""
+        ...
+
+
+class Drafter:
+    """Proposes the drafts of a step and completes the block's caches after it.
+
+    stateful: the block has Mamba layers, so every pass starts again from their committed state.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        caches: Caches,
+        sampler: Sampler,
+        shape: DraftShape,
+        *,
+        page_size: int,
+        device: torch.device | str,
+        stateful: bool = False,
+    ) -> None:
+        self.model = model
+        self.caches = caches
+        self.sampler = sampler
+        self.shape = shape
+        self.page_size = page_size
+        self.device = device
+        self._again = stateful or not shape.is_chain
+        self._paths = [
+            torch.tensor([d - 1 for d in shape.path(draft)], dtype=torch.int64, device=device)
+            for draft in range(len(shape) + 1)
+        ]
+
+    def before(self, drafts: Tensor, draft: int, request: Request) -> Tensor:
+        """Of a request's drafts, in order, those on the path to number `draft`, itself included."""
+        if self.shape.is_chain or not request.params.penalised:
+            return drafts[: self._paths[draft].shape[0]]  # only their number matters, or both do
+        return drafts[self._paths[draft]]
+
+    def propose(self, pieces: Sequence[Piece]) -> Tensor:
+        """The drafts of all pieces, int64 on the device, each in 0 .. V - 1, piece by piece."""
+        drafting = [p.request for p in pieces if p.request.drafts]
+        # most drafts first: those who have draft d are then the first so many
+        order = sorted(drafting, key=lambda r: -r.drafts)
+        widest = order[0].drafts
+        ids = torch.zeros((len(order), widest), dtype=torch.int64, device=self.device)
+        hidden = {0: torch.stack([r.hidden for r in order])}
+        levels = self.shape.levels(widest)
+        for level, deeper in zip(levels, [*levels[1:], []]):
+            self._pick(level, order, hidden, ids)
+            if deeper:
+                self._extend(level, [r for r in order if r.drafts >= deeper[0]], hidden, ids)
+        if order[-1].drafts == widest:
+            return ids.flatten()
+        rank = {r.id: j for j, r in enumerate(order)}
+        cells = [rank[r.id] * widest + d for r in drafting for d in range(r.drafts)]
+        return ids.flatten()[torch.tensor(cells, device=self.device)]
+
+    def _pick(
+        self, level: list[int], order: list[Request], hidden: dict[int, Tensor], ids: Tensor
+    ) -> None:
+        """The drafts of one level: behind each parent the likeliest tokens, one after the other."""
+        children: dict[int, list[int]] = {}
+        for draft in level:
+            children.setdefault(self.shape.parents[draft - 1], []).append(draft)
+        rows = {p: sum(r.drafts >= own[0] for r in order) for p, own in children.items()}
+        logits = self.model.logits(torch.cat([hidden[p][: rows[p]] for p in children]))
+        parts = dict(zip(children, logits.split(list(rows.values())), strict=True))
+        for parent, own in children.items():
+            for draft in own:
+                having = [r for r in order if r.drafts >= draft]
+                ahead = [self.before(ids[j], parent, r) for j, r in enumerate(having)]
+                row_logits = parts[parent][: len(having)]
+                picked = self.sampler.pick(row_logits, having, ahead).clamp_min(0)
+                ids[: len(having), draft - 1] = picked
+                if draft != own[-1]:
+                    row_logits.scatter_(1, picked[:, None], -torch.inf)
+
+    def _extend(
+        self, level: list[int], requests: list[Request], hidden: dict[int, Tensor], ids: Tensor
+    ) -> None:
+        """The block's outputs on the drafts of one level, for those who draft behind them."""
+        first = 1 if self._again else level[0]
+        drafts = range(first, level[-1] + 1)
+        n, count = len(requests), len(drafts)
+        parents = [] if self.shape.is_chain else [p - 1 for p in self.shape.parents[:count]] * n
+        batch = build_batch(
+            [Piece(r, r.length + first - 2, count) for r in requests],
+            [],
+            [],
+            page_size=self.page_size,
+            chunk=None,
+            device=self.device,
+            parents=parents,
+        )
+        assert batch.decode is not None
+        batch.decode.trial = True
+        batch = replace(batch, ids=ids[:n, first - 1 : level[-1]].flatten())
+        before = torch.stack([hidden[self.shape.parents[d - 1]][:n] for d in drafts], 1)
+        out = self.model.draft(batch, before.flatten(0, 1), self.caches).unflatten(0, (n, count))
+        for draft in level:
+            hidden[draft] = out[:, draft - first]
+
+    def follow(self, batch: Batch, hidden: Tensor, picked: Tensor, rows: Tensor) -> Tensor:
+        """Complete the block's caches by a step's rows; its outputs [R, D] on `rows`.
+
+        hidden [T, D]: the trunk's. picked int64 [P]: the tokens picked on the first P rows of
+        batch.logit_rows, which the host does not know yet.
+        """
+        assert batch.next_ids is not None
+        at = batch.logit_rows[: picked.shape[0]]
+        ids = batch.next_ids.index_copy(0, at, picked.clamp_min(0))
+        out = self.model.draft(replace(batch, ids=ids), hidden, self.caches)
+        return out.index_select(0, rows)
