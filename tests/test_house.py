@@ -70,6 +70,7 @@ ORDER = [
             "drafter",
             "graphs",
             "runner",
+            "meter",
             "outputs",
             "engine",
             "plan",

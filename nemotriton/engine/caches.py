@@ -67,6 +67,11 @@ class PagedKV:
             cells.index_copy_(1, target, cells.index_select(1, source))
 
 
+def _plain(cache: Tensor) -> Tensor:
+    """fp8 as bytes: PyTorch copies those by index everywhere."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
 class MambaStates:
     """Recurrent states of the Mamba layers, a slot a sequence.
 

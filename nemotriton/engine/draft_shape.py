@@ -50,6 +50,25 @@ class DraftShape:
         return cls(tuple(range(drafts)))
 
     @classmethod
+    def wanted(cls, drafts: int, tree: str | None) -> DraftShape | None:
+        """A chain of so many drafts, the tree if one is given, or None for no drafts."""
+        is_count = isinstance(drafts, int) and not isinstance(drafts, bool)
+        require(
+            is_count and 0 <= drafts <= MOST,
+            f"drafts={drafts!r}: use a number from 0 to {MOST}.",
+            ConfigError,
+        )
+        if tree is None:
+            return cls.chain(drafts) if drafts else None
+        shape = cls.parse(tree)
+        require(
+            drafts in (0, len(shape)),
+            f"drafts={drafts}, but tree={tree!r} has {len(shape)}: leave drafts out.",
+            ConfigError,
+        )
+        return shape
+
+    @classmethod
     def parse(cls, text: str) -> DraftShape:
         """`0,0,1`: drafts 1 and 2 are alternatives, draft 3 follows draft 1."""
         try:
@@ -60,6 +79,11 @@ class DraftShape:
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    @property
+    def options(self) -> list[int]:
+        """Numbers of drafts to choose from: of a tree all or none."""
+        return list(range(len(self) + 1)) if self.is_chain else [0, len(self)]
 
     @property
     def is_chain(self) -> bool:

@@ -13,40 +13,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nemotriton.engine.depth import Depth
+from nemotriton.engine.meter import DraftMeter, Meter
 from nemotriton.engine.outputs import Completion, Group
 from nemotriton.engine.request import Piece, Request, State, Step
-from nemotriton.engine.runner import Runner
+from nemotriton.engine.runner import Result, Runner
 from nemotriton.engine.sampling import SamplingParams, mix_seed
 from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import CapacityError, RequestError, require
 from nemotriton.text.tokens import Tokenizer
 
 Prompt = str | Sequence[int]
-
-
-@dataclass
-class Meter:
-    """What was done and how long it took; seconds of host time round whole steps."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    requests: int = 0
-    prefill_seconds: float = 0.0  # steps that hold prompt tokens
-    decode_seconds: float = 0.0  # steps that hold none
-    decode_tokens: int = 0  # of the latter
-    first_token_seconds: float = 0.0  # summed over requests, from submission
-
-    def count(self, step: Step, new_tokens: int, seconds: float) -> None:
-        """Book one step."""
-        self.steps += 1
-        self.output_tokens += new_tokens
-        self.prompt_tokens += sum(p.count for p in step.prefill)
-        if step.prefill:
-            self.prefill_seconds += seconds
-        else:
-            self.decode_seconds += seconds
-            self.decode_tokens += new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +42,7 @@ class Engine:
 
     max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
+    depth: decides the drafts of each step; None leaves them to the scheduler's number.
     """
 
     def __init__(
@@ -76,6 +54,7 @@ class Engine:
         max_context: int,
         eos_ids: Sequence[int],
         seed: int,
+        depth: Depth | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -83,7 +62,9 @@ class Engine:
         self.max_context = max_context
         self.eos_ids = frozenset(eos_ids)
         self.seed = seed
+        self.depth = depth
         self.meter = Meter()
+        self.draft_meter = DraftMeter()
         self._groups: dict[str, Group] = {}
         self._by_request: dict[str, tuple[Group, Completion]] = {}
         self._submitted = 0
@@ -239,7 +220,11 @@ class Engine:
         if not self.busy:
             return
         start = time.perf_counter()
+        decoding = sum(r.state is State.DECODE for r in self.scheduler.running)
+        if self.depth is not None:
+            self.scheduler.drafts = self.depth.next(decoding)
         step = self.scheduler.step()
+        self.draft_meter.propose(step)
         try:
             results = self.runner.run(step)
         except BaseException as problem:
@@ -251,7 +236,24 @@ class Engine:
                 ) from problem
             raise
         new = sum(self._take(piece, tokens) for piece, tokens in results)
-        self.meter.count(step, new, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.meter.count(step, new, seconds)
+        self._book_drafts(step, results, decoding, seconds)
+
+    def _book_drafts(
+        self, step: Step, results: Sequence[Result], decoding: int, seconds: float
+    ) -> None:
+        drafter = self.runner.drafter
+        if drafter is None:
+            return
+        accepted = [(p, len(tokens or [0]) - 1) for p, tokens in results[: len(step.decode)]]
+        self.draft_meter.verify(drafter.shape, [(p, n) for p, n in accepted if p.count > 1])
+        if not step.prefill:
+            self.draft_meter.spend(self.runner.clock.seconds())
+        if self.depth is not None:
+            alone = not (step.prefill or step.saves or step.restores)
+            full = [n for p, n in accepted if p.count == 1 + self.depth.current]
+            self.depth.book(decoding, full, seconds if alone else None)
 
     def _take(self, piece: Piece, tokens: list[int] | None) -> int:
         """Book what one piece brought; the number of new tokens."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nemotriton.engine.depth import Depth
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine, Prepared, Prompt
 from nemotriton.engine.loading import (
     Dtype,
@@ -34,6 +36,7 @@ from nemotriton.engine.sampling import Logprob, SamplingParams
 from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import RequestError, require
 from nemotriton.kernels.op import INTERPRET, use
+from nemotriton.model.config import LayerKind
 from nemotriton.text.generation_config import GenerationConfig
 from nemotriton.text.tokens import load_tokenizer
 
@@ -53,7 +56,9 @@ class LLM:
     act_quant: quantise activations where the checkpoint was made for it, see `notes`. device: None
     is a GPU if there is one. max_context: tokens of prompt and completion; max_requests: run at the
     same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
-    share of the free memory to plan with. seed: for requests that have none. impl: "ref" or
+    share of the free memory to plan with. drafts: most tokens that the checkpoint's MTP block
+    guesses a step, or tree: their shape, see `DraftShape.parse`; adapt_drafts: fewer where they do
+    not pay. seed: for requests that have none. impl: "ref" or
     "triton" for all ops, or by op. progress: called with (bytes done, bytes in all, tensor) while
     weights load.
 
@@ -70,6 +75,8 @@ class LLM:
         max_requests: int | None = None,
         prefill_piece: int | None = None,
         drafts: int = 0,
+        tree: str | None = None,
+        adapt_drafts: bool = True,
         seed: int = 0,
         impl: Impl = None,
         memory: float = 0.9,
@@ -80,13 +87,15 @@ class LLM:
         offline: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        sizes = (max_context, max_requests, prefill_piece, drafts, memory)
+        shape = DraftShape.wanted(drafts, tree)
+        sizes = (max_context, max_requests, prefill_piece, shape, memory)
         limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
+        drafting = shape is not None
         if model is None:
-            weights = embedded_weights(act_quant)
+            weights = embedded_weights(act_quant, drafting)
         else:
-            weights = stored_weights(model, revision, offline, act_quant)
-        self._start(weights, limits, seed, impl, progress)
+            weights = stored_weights(model, revision, offline, act_quant, drafting)
+        self._start(weights, limits, seed, impl, progress, adapt_drafts)
 
     @classmethod
     def synthetic(
@@ -103,6 +112,8 @@ class LLM:
         max_requests: int | None = None,
         prefill_piece: int | None = None,
         drafts: int = 0,
+        tree: str | None = None,
+        adapt_drafts: bool = True,
         impl: Impl = None,
         memory: float = 0.9,
         state_dtype: Dtype = None,
@@ -115,15 +126,23 @@ class LLM:
         layers, width_scale: cut down, see ModelConfig.cut. quant: "bf16", "fp8", "nvfp4",
         "super-mixed", or "release" for what the preset's own release holds. The rest as in LLM.
         """
-        sizes = (max_context, max_requests, prefill_piece, drafts, memory)
+        shape = DraftShape.wanted(drafts, tree)
+        sizes = (max_context, max_requests, prefill_piece, shape, memory)
         limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
-        weights = random_weights(preset, seed, layers, width_scale, quant, act_quant)
+        drafting = shape is not None
+        weights = random_weights(preset, seed, layers, width_scale, quant, act_quant, drafting)
         llm = cls.__new__(cls)
-        llm._start(weights, limits, seed, impl, progress)
+        llm._start(weights, limits, seed, impl, progress, adapt_drafts)
         return llm
 
     def _start(
-        self, weights: Weights, limits: Limits, seed: int, impl: Impl, progress: Progress | None
+        self,
+        weights: Weights,
+        limits: Limits,
+        seed: int,
+        impl: Impl,
+        progress: Progress | None,
+        adapt_drafts: bool,
     ) -> None:
         self.config = weights.config
         self.directory = weights.directory
@@ -135,8 +154,15 @@ class LLM:
         self.plan, self.device, self.dtype = placed.plan, placed.device, placed.dtype
         mamba = self.config.mamba
         chunk = mamba.chunk if mamba is not None and self.plan.slots else None
+        mtp, shape = self.config.mtp, limits.shape
         runner = Runner(
-            placed.model, placed.caches, vocab=self.config.vocab, chunk=chunk, device=self.device
+            placed.model,
+            placed.caches,
+            vocab=self.config.vocab,
+            chunk=chunk,
+            device=self.device,
+            shape=shape,
+            stateful=mtp is not None and LayerKind.MAMBA in mtp.pattern,
         )
         pages, slots = self.plan.pages, self.plan.slots
         self._engine: Engine | None = Engine(
@@ -152,6 +178,7 @@ class LLM:
             max_context=self.plan.max_context,
             eos_ids=[t for t in self.tokenizer.eos_ids if t < self.config.vocab],
             seed=seed,
+            depth=Depth(shape.options, adapt_drafts) if shape is not None else None,
         )
 
     # ---- text ---------------------------------------------------------------------------------
@@ -248,7 +275,8 @@ class LLM:
         """Speed and memory so far: tokens, tokens a second, seconds, bytes; plain values.
 
         tokens_per_s counts steps without prompt tokens, prompt_tokens_per_s those with; None where
-        there was none. first_token_s is the mean from submission. acceptance: None without drafts.
+        there was none. first_token_s is the mean from submission. drafts: see `DraftMeter`; None
+        without them.
         """
         meter = self.engine.meter
         peak = None
@@ -263,10 +291,16 @@ class LLM:
             "prompt_tokens_per_s": _rate(meter.prompt_tokens, meter.prefill_seconds),
             "tokens_per_s": _rate(meter.decode_tokens, meter.decode_seconds),
             "first_token_s": _rate(meter.first_token_seconds, meter.requests),
-            "acceptance": None,
+            "drafts": self._draft_stats(),
             "memory": self.plan.parts(),
             "peak_memory": peak,
         }
+
+    def _draft_stats(self) -> dict[str, Any] | None:
+        drafter, depth = self.runner.drafter, self.engine.depth
+        if drafter is None or depth is None:
+            return None
+        return self.engine.draft_meter.report(len(drafter.shape), depth.current)
 
     @property
     def engine(self) -> Engine:

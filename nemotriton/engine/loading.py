@@ -10,6 +10,7 @@ import torch
 
 from nemotriton import device as devices
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
 from nemotriton.engine.precision import find_kv_dtype, kv_notes, weight_notes
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
@@ -17,12 +18,15 @@ from nemotriton.model import checkpoint, synth
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.expected import Expected, expected
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.release_schemes import release_scheme
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
 EMBEDDED_SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_SHOWN = 5
 
 Progress = Callable[[int, int, str], None]
 Dtype = str | torch.dtype | None
@@ -51,11 +55,16 @@ class Weights:
 
 
 def stored_weights(
-    model: str | Path, revision: str | None, offline: bool, act_quant: bool = False
+    model: str | Path,
+    revision: str | None,
+    offline: bool,
+    act_quant: bool = False,
+    drafting: bool = False,
 ) -> Weights:
     """Weights of a checkpoint directory or Hugging Face id; only headers are read here.
 
-    CheckpointError or ConfigError as their readers raise them.
+    drafting: with the MTP block. CheckpointError or ConfigError as their readers raise them, or
+    where there is no whole block.
     """
     if str(model).startswith("preset:"):
         name = str(model).removeprefix("preset:")
@@ -67,7 +76,9 @@ def stored_weights(
     directory = checkpoint.find_checkpoint(model, revision, offline)
     config = ModelConfig.from_json(directory)
     source = checkpoint.open_source(directory)
-    plan = checkpoint.make_plan(source, config, mtp=False, act_quant=act_quant)
+    plan = checkpoint.make_plan(source, config, mtp=drafting, act_quant=act_quant)
+    if drafting:
+        _check_block(plan, str(model))
 
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
@@ -85,16 +96,24 @@ def random_weights(
     width_scale: float | None = None,
     quant: str = "bf16",
     act_quant: bool = False,
+    drafting: bool = False,
 ) -> Weights:
     """Seeded random weights of a preset, or of a directory's config.json, whole or cut down.
 
-    quant: the mix of formats, see `release_scheme`.
+    quant: the mix of formats, see `release_scheme`. drafting: with the MTP block; ConfigError where
+    the configuration has none.
     """
     path = Path(model).expanduser()
     directory = path if path.is_dir() else None
     name = str(model).removeprefix("preset:")
     config = ModelConfig.from_json(path) if directory else ModelConfig.preset(name)
     config = config.cut(layers, width_scale)
+    require(
+        not drafting or config.mtp is not None,
+        f"{config.name} has no MTP block (num_nextn_predict_layers), which drafts come from: use "
+        "drafts=0.",
+        ConfigError,
+    )
     scheme = release_scheme(config, quant)
 
     def place(model: NemotronH, progress: Progress | None) -> None:
@@ -106,15 +125,33 @@ def random_weights(
             if progress is not None:
                 progress(done, total, key)
 
-    wanted = expected(config, scheme, mtp_blocks=0)
+    wanted = expected(config, scheme, mtp_blocks=int(drafting))
     return Weights(config, directory, wanted, place, (), scheme, act_quant)
 
 
-def embedded_weights(act_quant: bool = False) -> Weights:
+def embedded_weights(act_quant: bool = False, drafting: bool = False) -> Weights:
     """The model inside the package; its weights are random where it has none of its own."""
     if any(EMBEDDED.glob("*.safetensors")):
-        return stored_weights(EMBEDDED, None, True, act_quant)
-    return random_weights(EMBEDDED, EMBEDDED_SEED, act_quant=act_quant)
+        return stored_weights(EMBEDDED, None, True, act_quant, drafting)
+    return random_weights(EMBEDDED, EMBEDDED_SEED, act_quant=act_quant, drafting=drafting)
+
+
+def _check_block(plan: LoadPlan, name: str) -> None:
+    """Raise CheckpointError unless the files hold one whole MTP block."""
+    if plan.mtp == "complete" and plan.mtp_blocks == 1:
+        return
+    lacking = plan.mtp_missing
+    shown = ", ".join(lacking[:_SHOWN]) + (", ..." if len(lacking) > _SHOWN else "")
+    problems = {
+        "none": "config.json declares none (num_nextn_predict_layers)",
+        "absent": "config.json declares one, but the files hold no mtp.* tensor",
+        "partial": f"{len(lacking)} of its tensors are absent: {shown}",
+        "complete": f"there are {plan.mtp_blocks}, and drafting by several is not supported",
+    }
+    raise CheckpointError(
+        f"drafts come from an MTP block, and of {name} {problems[plan.mtp]}: use drafts=0, or a "
+        "checkpoint with the whole block."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +164,7 @@ class Limits:
     max_context: int | None
     max_requests: int | None
     prefill_piece: int | None
-    drafts: int
+    shape: DraftShape | None  # of the drafts of a step; None = no drafts
     memory: float
     kv_dtype: str | None = None
 
@@ -139,8 +176,6 @@ class Limits:
                 raise ConfigError(f"{name}={value!r}: use a number >= 1, or None.")
         if not (isinstance(self.memory, int | float) and 0 < self.memory <= 1):
             raise ConfigError(f"memory={self.memory!r}: use a share of the free memory in (0, 1].")
-        if self.drafts != 0:
-            raise UnsupportedError(f"drafts={self.drafts}: drafting is not built yet; use 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +208,8 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
     items = (dtype.itemsize, state_dtype.itemsize, kv_dtype.itemsize)
-    wishes = Wishes(context, limits.max_requests, piece, limits.drafts, *items)
+    drafts = len(limits.shape or ())
+    wishes = Wishes(context, limits.max_requests, piece, drafts, *items)
     plan = make_plan(
         config,
         wishes,
@@ -181,10 +217,10 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
         available=int(limits.memory * devices.free_memory(device)),
         where=f"{devices.info(device).name} (memory={limits.memory:g})",
     )
-    model = NemotronH(config, dtype, device, scheme, act_quant)
+    model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
     weights.place(model, progress)
     model.prepare()
-    caches = make_caches(config, plan, dtype, state_dtype, device, limits.drafts, kv_dtype)
+    caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype)
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *kv_notes(limits.kv_dtype, scheme, config, kv_dtype),

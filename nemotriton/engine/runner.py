@@ -18,6 +18,8 @@ from nemotriton.engine.request import Move, Piece, Request, Step
 from nemotriton.engine.sampler import Sampler, describe
 from nemotriton.kernels import Verdict, verify_drafts
 
+Result = tuple[Piece, list[int] | None]
+
 
 class Model(DraftModel, Protocol):
     """What the runner needs of a model; `draft` only where drafts are wanted."""
@@ -116,7 +118,7 @@ class Runner:
             )
 
     @torch.no_grad()
-    def run(self, step: Step) -> list[tuple[Piece, list[int] | None]]:
+    def run(self, step: Step) -> list[Result]:
         """The step's pieces, each with its new tokens; None where the model gave no usable logits.
 
         A decode piece has its accepted drafts and one token more. Logprobs, prompt logprobs and

@@ -14,7 +14,7 @@ from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
 from nemotriton.generate.prompts import UsageError, Work, gather, template_args
 from nemotriton.generate.run import View, run
-from nemotriton.generate.source import Machine, Source, implementations, no_drafts
+from nemotriton.generate.source import Machine, Source, implementations
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -83,22 +83,21 @@ def main(
     act_quant: o.ActQuant = False,
     impl: o.Impl = None,
     drafts: o.Drafts = 0,
+    tree: o.Tree = None,
+    adapt_drafts: o.AdaptDrafts = True,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     console = Console(quiet)
     with exit_codes(console):
-        no_drafts(drafts)
         prompts, lines = gather(prompt, file, batch, out)
         stated = {k: v for k in _PARAMS if (v := ctx.params[k]) is not None and v is not False}
-        tokens = stop_token or []
-        work = Work(
-            *(prompts, lines, out, system, raw, template_args(template_arg), stated, tokens)
-        )
+        form = (system, raw, template_args(template_arg))
+        work = Work(prompts, lines, out, *form, stated, stop_token or [])
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
         forced = implementations(impl)
         machine = Machine(
             *(device, memory, max_context, max_requests, prefill_piece, state_dtype, forced),
-            *(kv_dtype, act_quant),
+            *(kv_dtype, act_quant, drafts, tree, adapt_drafts),
         )
         answer(work, source, machine, View(console, json, stats))
 

@@ -201,5 +201,22 @@ Impl = Annotated[
     _option(_MACHINE, "--impl", help="triton, ref, or OP=ref, OP=triton; may be repeated."),
 ]
 Drafts = Annotated[
-    int, _option(_MACHINE, "--drafts", help="Tokens drafted a step; only 0 so far.", default="0")
+    int,
+    _option(
+        *(_MACHINE, "--drafts"),
+        help="Most tokens guessed a step, by the checkpoint's MTP block: speed, not other words.",
+        default="0",
+    ),
+]
+Tree = Annotated[
+    str | None,
+    _option(_MACHINE, "--tree", help="Alternatives: for each draft the one it follows, as 0,0,1."),
+]
+AdaptDrafts = Annotated[
+    bool,
+    _option(
+        *(_MACHINE, "--adapt-drafts/--no-adapt-drafts"),
+        help="Draft less where it does not pay.",
+        default="--adapt-drafts",
+    ),
 ]

@@ -17,6 +17,7 @@ from nemotriton.text.batch_file import BatchLine, BatchOutput
 if TYPE_CHECKING:
     from nemotriton.engine.llm import LLM, CompletionOutput, Delta, RequestOutput
 
+_SUSPICIOUS = 50  # drafts; of a working block at least every second is accepted
 _BAD_ENDS = {"error": "the model's logits are not finite", "abort": "it was cancelled"}
 
 
@@ -43,6 +44,7 @@ def run(llm: "LLM", work: Work, view: View) -> int:
         code = _many(llm, prompts, work.prompts, params, view)
     if view.stats:
         view.console.say(f"--- {_speed(llm)}")
+        _report_drafts(llm, view)
     return code
 
 
@@ -81,11 +83,14 @@ def _many(
     """All answers, in the order of the prompts, when all are there."""
     with view.console.counting(len(prompts)) as count:
         outputs = llm.generate(prompts, params, on_finish=lambda _: count())
+    stats = llm.stats()["drafts"]
+    drafts = {"drafts": stats} if stats is not None else {}  # of the whole run
     codes = []
     for i, (output, text, asked) in enumerate(zip(outputs, texts, params, strict=True), 1):
         completion = output.outputs[0]
         if view.as_json:
-            print(json.dumps({"prompt": text} | answer(output), ensure_ascii=False), flush=True)
+            found = {"prompt": text} | answer(output) | drafts
+            print(json.dumps(found, ensure_ascii=False), flush=True)
         else:
             print(
                 printable(completion.text) if sys.stdout.isatty() else completion.text, flush=True
@@ -128,6 +133,7 @@ def _batch(llm: "LLM", work: Work, view: View) -> int:
             llm.generate([ids for _, ids, _ in served], [p for _, _, p in served], ended)
     if view.stats:
         view.console.say(f"--- {len(todo)} answers · {_speed(llm)}")
+        _report_drafts(llm, view)
     if writer.failed:
         view.console.warn(f"{writer.failed} of {len(todo)} requests failed: {work.out} says why.")
     return 1 if writer.failed else 0
@@ -195,3 +201,27 @@ def _speed(llm: "LLM") -> str:
     if stats["peak_memory"] is not None:
         parts.append(f"peak {bytes_text(stats['peak_memory'])}")
     return " · ".join(parts)
+
+
+def _report_drafts(llm: "LLM", view: View) -> None:
+    """Acceptance by position and where the time went, if there are drafts."""
+    drafts = llm.stats()["drafts"]
+    if drafts is None:
+        return
+    parts = [f"drafts {drafts['accepted']} of {drafts['verified']} accepted"]
+    if drafts["acceptance"]:
+        shares = " ".join(f"{100 * share:.0f}" for share in drafts["acceptance"])
+        parts.append(f"{shares} % by position")
+        parts.append(f"{drafts['tokens_per_pass']:.2f} tokens a pass")
+    total = sum(drafts["seconds"].values())
+    if total:
+        split = (f"{part} {100 * s / total:.0f} %" for part, s in drafts["seconds"].items())
+        parts.append(", ".join(split))
+    if drafts["current"] != drafts["most"]:
+        parts.append(f"now {drafts['current']} a step")
+    view.console.say(f"--- {' · '.join(parts)}")
+    if drafts["verified"] >= _SUSPICIOUS and not drafts["accepted"]:
+        view.console.warn(
+            f"none of {drafts['verified']} drafts was accepted: they only cost time. Leave out "
+            "--drafts, or check that the MTP block belongs to these weights."
+        )

@@ -4,6 +4,8 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.errors import ConfigError
 from nemotriton.generate.prompts import UsageError
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import QUANTS
@@ -60,7 +62,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Machine:
-    """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton."""
+    """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
+
+    drafts, tree, adapt_drafts: see `LLM`.
+    """
 
     device: str | None
     memory: float
@@ -71,6 +76,9 @@ class Machine:
     impl: dict[str, str]
     kv_dtype: str | None = None
     act_quant: bool = False
+    drafts: int = 0
+    tree: str | None = None
+    adapt_drafts: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:
@@ -81,6 +89,10 @@ class Machine:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
         _one_of("--state-dtype", self.state_dtype, _DTYPES)
         _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
+        try:
+            DraftShape.wanted(self.drafts, self.tree)
+        except ConfigError as problem:
+            raise UsageError(f"--drafts or --tree: {problem}") from None
 
 
 def implementations(choices: list[str] | None) -> dict[str, str]:
@@ -92,12 +104,6 @@ def implementations(choices: list[str] | None) -> dict[str, str]:
             raise UsageError(f"--impl {choice}: give ref, triton, OP=ref or OP=triton.")
         found[op or "*"] = name
     return found
-
-
-def no_drafts(drafts: int) -> None:
-    """Drafting has its option before it is built, so that scripts can switch it off already."""
-    if drafts != 0:
-        raise UsageError(f"--drafts {drafts}: drafting is not built yet. Give 0 or leave it out.")
 
 
 def _known_preset(name: str) -> None:
