@@ -94,11 +94,9 @@ def main(
         form = (system, raw, template_args(template_arg))
         work = Work(prompts, lines, out, *form, stated, stop_token or [])
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
-        forced = implementations(impl)
-        machine = Machine(
-            *(device, memory, max_context, max_requests, prefill_piece, state_dtype, forced),
-            *(kv_dtype, act_quant, drafts, tree, adapt_drafts),
-        )
+        sizes = (device, memory, max_context, max_requests, prefill_piece, state_dtype)
+        extras = (kv_dtype, act_quant, drafts, tree, adapt_drafts)
+        machine = Machine(*sizes, implementations(impl), *extras)
         answer(work, source, machine, View(console, json, stats))
 
 
