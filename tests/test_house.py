@@ -45,6 +45,7 @@ ORDER = [
             "load_plan",
             "checkpoint",
             "writer",
+            "quantizer",
             "synth",
             "parallel",
             "layers",

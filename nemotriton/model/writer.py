@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from nemotriton.errors import CheckpointError
@@ -22,7 +23,8 @@ class CheckpointWriter:
 
     Everything goes to a hidden directory beside `path`, which takes that name at the end; a run
     that fails removes it, and one that is killed leaves it without its index and config.json. The
-    host holds at most `shard_bytes` and one tensor. Raises CheckpointError if `path` exists.
+    host holds at most `shard_bytes` and one tensor. Raises CheckpointError if `path` exists or
+    cannot be written.
     """
 
     def __init__(self, path: Path, shard_bytes: int = 5 << 30) -> None:
@@ -33,6 +35,7 @@ class CheckpointWriter:
         self._pending_bytes = 0
         self._shards: list[list[str]] = []
         self._json: dict[str, Any] = {}
+        self._files: list[Path] = []
         self._total = 0
 
     def __enter__(self) -> CheckpointWriter:
@@ -68,6 +71,15 @@ class CheckpointWriter:
         """Add a JSON file, written at the very end."""
         self._json[name] = data
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors so far."""
+        return self._total
+
+    def add_file(self, file: Path) -> None:
+        """Add a copy of a file, made at the very end."""
+        self._files.append(file)
+
     def _shard_file(self, index: int, total: int | None = None) -> str:
         if total == 1:
             return "model.safetensors"
@@ -75,7 +87,10 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         file = self._partial / self._shard_file(len(self._shards))
-        save_file(self._pending, file, metadata={"format": "pt"})
+        try:
+            save_file(self._pending, file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be written ({error}).") from error
         self._shards.append(list(self._pending))
         self._pending, self._pending_bytes = {}, 0
 
@@ -86,14 +101,22 @@ class CheckpointWriter:
         for index, names in enumerate(self._shards):
             file = self._shard_file(index, count)
             (self._partial / self._shard_file(index)).rename(self._partial / file)
+            (self._partial / file).chmod(0o644)  # safetensors writes for the owner alone
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
             index_json = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             self._write("model.safetensors.index.json", index_json)
         for name, data in self._json.items():
             self._write(name, data)
+        for companion in self._files:
+            shutil.copy(companion, self._partial / companion.name)
         self._partial.chmod(0o755)  # mkdtemp's directories are private
         self._partial.rename(self.path)
+
+    def leftovers(self) -> list[Path]:
+        """Hidden directories that killed runs to the same path have left."""
+        found = self.path.parent.glob(f".{self.path.name}.partial-*")
+        return sorted(found) if self.path.parent.is_dir() else []
 
     def _write(self, name: str, data: dict[str, Any]) -> None:
         text = json.dumps(data, indent=2, sort_keys=True) + "\n"
@@ -126,4 +149,18 @@ def export_scheme(scheme: QuantScheme, modules: Mapping[str, str]) -> dict[str, 
             "kv_cache_quant_algo": "FP8" if scheme.kv == "fp8" else None,
             "quantized_layers": table,
         },
+    }
+
+
+def quantization_config(exported: Mapping[str, Any]) -> dict[str, Any]:
+    """The same table as `config.json` holds it, from what `export_scheme` gives."""
+    quantization = exported["quantization"]
+    fp8 = quantization["kv_cache_quant_algo"] == "FP8"
+    return {
+        "quant_method": "modelopt",
+        "producer": exported["producer"],
+        "quant_algo": quantization["quant_algo"],
+        "quantized_layers": quantization["quantized_layers"],
+        "ignore": [],
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"} if fp8 else None,
     }
