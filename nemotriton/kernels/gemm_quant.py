@@ -236,7 +236,7 @@ def _run(
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
     tile = spec.tile(T, x, N=N, K=K)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
-        tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=64)
+        tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     block_k = int(tile["BLOCK_K"])
     splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
     steps = cdiv(K, block_k * splits)
