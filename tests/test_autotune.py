@@ -359,7 +359,8 @@ def test_a_wrapper_looks_up_the_case_it_is_swept_under(
     asked: list[tuple[int, str, dict[str, Any]]] = []
 
     def tile(self: KernelSpec, tokens: int, where: torch.Tensor, **axes: Any) -> Tile:
-        asked.append((tokens, str(where.dtype), axes))
+        dtype = where.dtype if where.is_floating_point() else DTYPES[self.dtypes[0]]
+        asked.append((tokens, str(dtype), axes))
         raise _Asked
 
     monkeypatch.setattr(KernelSpec, "tile", tile)

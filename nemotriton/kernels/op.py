@@ -192,7 +192,7 @@ class KernelSpec:
         gpu = device.info(where.device).slug
         if gpu not in self._tables:
             self._tables[gpu] = cache.load(self.op.name, gpu, self.source)
-        dtype = DTYPE_NAMES.get(where.dtype, str(where.dtype))
+        dtype = DTYPE_NAMES.get(where.dtype, self.dtypes[0])  # an op of integers has one
         tuned = self._tables[gpu].lookup({"dtype": dtype, **axes}, tokens)
         return default if tuned is None else Tile(**tuned)
 
