@@ -4,6 +4,9 @@ One "attention layer" keeps token ids in K and V; one "Mamba layer" keeps a roll
 state and the last two ids in its convolution window. Any misplaced page, slot, piece
 or order changes the logits; any unwritten memory (NaN) makes them NaN. `history` says what they
 must be, from the ids alone.
+
+Its draft block has a layer of each kind too, and works out the trunk's next hidden pair from what
+its own caches hold. So every draft is accepted, unless something of the block's past is missing.
 """
 
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from nemotriton.engine.batch import Batch, Span
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
 from nemotriton.engine.outputs import Group
 from nemotriton.engine.pool import Pool
@@ -100,39 +104,144 @@ class FakeModel:
         for s, (start, end) in enumerate(pairwise(cu)):
             rows = slice(span.start + start, span.start + end)
             ids = batch.ids[rows]
+            assert ((ids >= 0) & (ids < VOCAB)).all(), "an id outside the vocabulary"
+            parents = parents_of(span, start, end)
             if caches.mamba is not None:
-                fresh = span.fresh is not None and bool(span.fresh[s])
-                hidden[rows, 0] = self.scan(ids, caches.mamba, int(span.slots[s]), fresh)
+                hidden[rows, 0] = self.scan(ids, parents, caches.mamba, span, s)
             else:
                 hidden[rows, 0] = 0
             if caches.kv is not None:
-                hidden[rows, 1] = self.attend(len(ids), span.pages[s], lengths[s], caches.kv)
+                k, v = keys(caches.kv, 0, span, s)
+                hidden[rows, 1] = attend((k + v) / 2, 1, parents)
             else:
                 hidden[rows, 1] = 0
 
-    def scan(self, ids: Tensor, states: MambaStates, slot: int, fresh: bool) -> Tensor:
-        conv, ssm = states.layer(0)
-        if fresh:
-            conv[slot], ssm[slot] = 0, 0
-        out = []
-        for token in ids.float():
-            before, earlier = conv[slot, 1, 0], conv[slot, 0, 0]
-            state = (ssm[slot] * 31 + token * 7 + before * 5 + earlier * 3 + 1) % PRIME
-            ssm[slot] = state
-            conv[slot, 0], conv[slot, 1] = conv[slot, 1].clone(), token
-            out.append(state.reshape(()))
-        return torch.stack(out)
+    def scan(
+        self, ids: Tensor, parents: list[int], states: MambaStates, span: Span, s: int
+    ) -> Tensor:
+        past = Past(states, 0, span, s)
+        for token, parent in zip(ids.float(), parents):
+            window, state = past.after(parent)
+            past.add(window, token, mixed(state, token, window[1, 0], window[0, 0]))
+        past.store()
+        return past.outputs()
 
-    def attend(self, new: int, pages: Tensor, length: int, kv: PagedKV) -> Tensor:
-        used = pages[: -(-length // kv.page_size)].long()
-        assert (used >= 0).all()
-        k, v = (cache[used].reshape(-1)[:length].double() for cache in kv.layer(0))
-        ids = (k + v) / 2
-        sums = ((ids + 1) * torch.arange(1, length + 1)).cumsum(0) % PRIME
-        return sums[length - new :].float()
+    # ---- the draft block ----------------------------------------------------------------------
+
+    def draft(self, batch: Batch, hidden: Tensor, caches: Caches) -> Tensor:
+        """The trunk's hidden pairs one token later, if the block's caches are as they must be."""
+        out = torch.full((len(batch.ids), 2), float("nan"))
+        if caches.kv is not None:
+            k, v = caches.kv.layer(1)
+            k.view(-1)[batch.kv_rows] = batch.ids.float()
+            v.view(-1)[batch.kv_rows] = hidden[:, 1]
+        for span in (batch.decode, batch.prefill):
+            if span is None:
+                continue
+            for s, (start, end) in enumerate(pairwise(span.cu.tolist())):
+                rows = slice(span.start + start, span.start + end)
+                parents = parents_of(span, start, end)
+                ids = batch.ids[rows]
+                assert ((ids >= 0) & (ids < VOCAB)).all(), "an id outside the vocabulary"
+                out[rows] = 0
+                if caches.mamba is not None:
+                    pairs = zip(ids.float(), hidden[rows, 0], parents)
+                    out[rows, 0] = self.draft_scan(list(pairs), caches.mamba, span, s)
+                if caches.kv is not None:
+                    k, v = keys(caches.kv, 1, span, s)
+                    sums = (attend(k, 2, parents) + v[0]) % PRIME
+                    before = (sums - last_terms(k, parents)) % PRIME  # what the trunk's was
+                    out[rows, 1] = ((sums + hidden[rows, 1] - before) % PRIME).float()
+        return out
+
+    def draft_scan(
+        self, pairs: list[tuple[Tensor, Tensor, int]], states: MambaStates, span: Span, s: int
+    ) -> Tensor:
+        past = Past(states, 1, span, s)
+        for token, given, parent in pairs:
+            window, state = past.after(parent)
+            if parent < 0 and past.fresh:  # the first token shows in the trunk's first state alone
+                window, state = window.clone(), given.view(1, 1, 1)
+                window[1] = (given - 1) / 7
+            after = mixed(state, token, window[1, 0], window[0, 0])
+            past.add(window, token, (after + 17 * (given - state)) % PRIME)  # they must agree
+        past.store()
+        return past.outputs()
 
     def logits(self, hidden: Tensor) -> Tensor:
         return logits_of(hidden)
+
+
+class Past:
+    """States of one sequence in one Mamba layer: the stored one, and after each new token."""
+
+    def __init__(self, states: MambaStates, layer: int, span: Span, s: int) -> None:
+        self.states, self.layer, self.span = states, layer, span
+        self.slot, self.cell = int(span.slots[s]), int(states.cells(span)[s])
+        self.fresh = span.fresh is not None and bool(span.fresh[s])
+        conv, ssm = states.layer(layer)
+        first = conv[self.slot].clone(), ssm[self.cell].clone()
+        self.kept = [tuple(map(torch.zeros_like, first)) if self.fresh else first]
+
+    def after(self, row: int) -> tuple[Tensor, Tensor]:
+        window, state = self.kept[row + 1]
+        return window, state
+
+    def add(self, window: Tensor, token: Tensor, state: Tensor) -> None:
+        self.kept.append((torch.stack([window[1], token.expand_as(window[1])]), state))
+
+    def store(self) -> None:
+        if self.span.verify:
+            conv_lanes, ssm_lanes = self.states.layer_lanes(self.layer)
+            for t, (window, state) in enumerate(self.kept[1:]):
+                conv_lanes[self.slot, t], ssm_lanes[self.slot, t] = window, state
+        elif not self.span.trial:
+            conv, ssm = self.states.layer(self.layer)
+            conv[self.slot], ssm[self.cell] = self.kept[-1]
+
+    def outputs(self) -> Tensor:
+        return torch.stack([state.reshape(()) for _, state in self.kept[1:]])
+
+
+def mixed(state: Tensor, token: Tensor, before: Tensor, earlier: Tensor) -> Tensor:
+    return (state * 31 + token * 7 + before * 5 + earlier * 3 + 1) % PRIME
+
+
+def parents_of(span: Span, start: int, end: int) -> list[int]:
+    if span.parents is None:
+        return [*range(-1, end - start - 1)]
+    return span.parents[start:end].tolist()
+
+
+def keys(kv: PagedKV, layer: int, span: Span, s: int) -> tuple[Tensor, Tensor]:
+    """K and V of a sequence, new tokens included."""
+    length = int(span.lengths[s])
+    used = span.pages[s][: -(-length // kv.page_size)].long()
+    assert (used >= 0).all()
+    k, v = (cache[used].reshape(-1)[:length].double() for cache in kv.layer(layer))
+    return k, v
+
+
+def attend(ids: Tensor, weight: int, parents: list[int]) -> Tensor:
+    """Sums of (id + 1) * (place + weight) over what each new token sees, modulo the prime."""
+    context = len(ids) - len(parents)
+    base = ((ids[:context] + 1) * torch.arange(weight, weight + context)).sum()
+    found: list[Tensor] = []
+    depths: list[int] = []
+    for t, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        before = found[parent] if parent >= 0 else base
+        found.append(before + (ids[context + t] + 1) * (context + depths[t] + weight))
+    return torch.stack(found) % PRIME
+
+
+def last_terms(ids: Tensor, parents: list[int]) -> Tensor:
+    """The last term of each of the block's sums."""
+    context = len(ids) - len(parents)
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return (ids[context:] + 1) * (context + torch.tensor(depths) + 2)
 
 
 def check_chunks(span: Span) -> None:
@@ -165,11 +274,17 @@ class PoisonRunner(Runner):
                     kept[r.pages[i // self.page_size], i % self.page_size] = True
             for cache in (self.caches.kv.k, self.caches.kv.v):
                 cache[:, ~kept] = float("nan")
-        if self.caches.mamba is not None:
-            slots = torch.ones(self.caches.mamba.ssm.shape[1], dtype=torch.bool)
+        mamba = self.caches.mamba
+        if mamba is not None:
+            slots = torch.ones(mamba.conv.shape[1], dtype=torch.bool)
             slots[[r.slot for r in live if r.computed]] = False
-            self.caches.mamba.ssm[:, slots] = float("nan")
-            self.caches.mamba.conv[:, slots] = float("nan")
+            mamba.conv[:, slots] = float("nan")
+            cells = torch.arange(len(slots)) * mamba.lanes + mamba.cursor.cpu()
+            cold = torch.ones(mamba.ssm.shape[1], dtype=torch.bool)
+            cold[cells[~slots]] = False
+            mamba.ssm[:, cold] = float("nan")
+            if mamba.conv_lanes is not None:
+                mamba.conv_lanes.fill_(float("nan"))
         return super().run(Step([], step.restores, step.decode, step.prefill))
 
     scheduler: Scheduler
@@ -186,14 +301,26 @@ def make_engine(
     seed: int = 0,
     eos_ids: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
+    shape: DraftShape | None = None,
 ) -> Engine:
-    """An engine over the fake model, its free memory poisoned at all times."""
-    caches = Caches(
-        None if pages is None else PagedKV(1, pages, 1, 1, torch.float32, "cpu", page_size),
-        None if slots is None else MambaStates(MAMBA, 1, slots, torch.float32, "cpu"),
+    """An engine over the fake model, its free memory poisoned at all times.
+
+    shape: the drafts of every step; None is a model without its draft block."""
+    layers, lanes = (1, 1) if shape is None else (2, len(shape) + 1)
+    kv = mamba = None
+    if pages is not None:
+        kv = PagedKV(layers, pages, 1, 1, torch.float32, "cpu", page_size)
+    if slots is not None:
+        mamba = MambaStates(MAMBA, layers, slots, torch.float32, "cpu", lanes=lanes)
+    runner = PoisonRunner(
+        FakeModel(),
+        Caches(kv, mamba),
+        vocab=VOCAB,
+        chunk=None if slots is None else MAMBA.chunk,
+        device="cpu",
+        shape=shape,
+        stateful=slots is not None,
     )
-    chunk = None if slots is None else MAMBA.chunk
-    runner = PoisonRunner(FakeModel(), caches, vocab=VOCAB, chunk=chunk, device="cpu")
     scheduler = Scheduler(
         pages=None if pages is None else Pool(pages, "pages"),
         slots=None if slots is None else Pool(slots, "slots"),
@@ -201,6 +328,7 @@ def make_engine(
         max_requests=requests,
         prefill_piece=piece,
     )
+    scheduler.drafts = 0 if shape is None else len(shape)
     runner.scheduler = scheduler
     text = tokenizer or ByteTokenizer(VOCAB, None, ())
     return Engine(runner, scheduler, text, max_context=max_context, eos_ids=eos_ids, seed=seed)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nemotriton.engine.batch import Span
 from nemotriton.engine.caches import MambaStates, PagedKV
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
 from nemotriton.engine.outputs import Group
 from nemotriton.engine.request import State
@@ -95,11 +96,14 @@ def test_preemption_changes_nothing(params: SamplingParams) -> None:
         assert ids_of(group) == alone(prompt_of(n), params), f"prompt of {n}"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_schedule_gives_what_each_gives_alone(data: st.DataObject) -> None:
     pages = data.draw(st.integers(8, 30), "pages")
+    tree = data.draw(st.sampled_from(["", "", "0", "0,1,2", "0,1,2,3,4", "0,0,1,1,3"]), "drafts")
+    shape = DraftShape.parse(tree) if tree else None
     engine = make_engine(
+        shape=shape,
         pages=pages,
         slots=data.draw(st.integers(1, 4), "slots"),
         requests=data.draw(st.integers(1, 6), "requests"),
@@ -114,10 +118,15 @@ def test_any_schedule_gives_what_each_gives_alone(data: st.DataObject) -> None:
         params = SamplingParams(temperature=temperature, max_tokens=count, seed=number)
         groups.append((submit(engine, prompt_of(length, number), params), [length], params))
         for _ in range(data.draw(st.integers(0, 4), "steps")):
+            engine.scheduler.drafts = data.draw(st.integers(0, len(shape or ())), "depth")
             engine.step()
         if data.draw(st.booleans(), "cancel"):
             engine.cancel(data.draw(st.sampled_from(groups))[0].id)
     finish(engine)
+    meter = engine.draft_meter
+    assert meter.proposed == meter.verified
+    if shape is not None and shape.is_chain:
+        assert meter.accepted == meter.verified, "the draft block's caches miss something"
     for number, (group, (length,), params) in enumerate(groups):
         got, whole = ids_of(group), alone(prompt_of(length, number), params)
         if group.output().outputs[0].finish_reason == "abort":
