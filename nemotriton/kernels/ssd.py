@@ -200,12 +200,25 @@ def ssd_prefill(
     most chunk_size tokens; this is not checked."""
     H, P = x.shape[1:]
     G, N = check_rows(x, dt, B, C, state)
-    tile = SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size)
+    tile = _bearable(SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size), x.dtype)
     steps, sums, spans = chunk_steps(dt, A, dt_bias, dt_limit, chunks, slots, chunk_size)
     scores = chunk_scores(B, C, chunks, chunk_size, tile)
     states = chunk_states(x, B, steps, sums, chunks, chunk_size, tile)
     pass_states(states, state, sums, spans, cu, slots, fresh, chunks)
     return chunk_scan(x, C, D, steps, sums, scores, states, chunks, slots, tile)
+
+
+def _bearable(tile: Tile, dtype: torch.dtype) -> Tile:
+    """The tile, cut down to what products of operands other than bf16 bear.
+
+    tf32 operands are made in registers, and overlapped steps would race over them on Hopper; full
+    fp32 products are unrolled multiply-adds, which spill by the kilobyte where a step is long."""
+    if dtype == torch.bfloat16:
+        return tile
+    if dtype != torch.float32:
+        return tile.but(num_stages=1)
+    short = {k: min(int(tile[k]), 32) for k in ("BLOCK_K", "BLOCK_N")}
+    return tile.but(num_stages=1, **short)
 
 
 def _lengths(T: int) -> list[int]:
