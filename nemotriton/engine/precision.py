@@ -114,7 +114,7 @@ def weight_notes(
             f"{_name(dtype)}"
         )
     if not has_e4m3(device):
-        integers = "; e4m3 is decoded by integers, which this GPU has no type for"
+        integers = "; e4m3 is decoded by integers, as this GPU has no such type"
         how = {a: t + integers * (a is not Algorithm.NONE) for a, t in how.items()}
     named = {a: f"{a} " for a in Algorithm} | {Algorithm.NONE: ""}
     return [f"{counts[a]:,} {named[a]}matrices {how[a]}" for a in how if a in counts]
