@@ -169,8 +169,8 @@ def test_fp8_caches_hold_values_over_the_files_scales(
 
 
 def test_which_keys_and_values_are_chosen_and_said(base: Path, tmp_path: Path) -> None:
-    def said(path: Path, kv_dtype: str | None) -> tuple[torch.dtype, str, int]:
-        with LLM(path, kv_dtype=kv_dtype, **LIMITS | {"dtype": None}) as llm:
+    def said(path: Path, kv_dtype: str | None, drafts: int = 0) -> tuple[torch.dtype, str, int]:
+        with LLM(path, kv_dtype=kv_dtype, drafts=drafts, **LIMITS | {"dtype": None}) as llm:
             assert llm.runner.caches.kv is not None
             note = next((n for n in llm.notes if n.startswith("keys and values")), "")
             return llm.runner.caches.kv.k.dtype, note, llm.plan.kv
@@ -185,7 +185,10 @@ def test_which_keys_and_values_are_chosen_and_said(base: Path, tmp_path: Path) -
     assert note.endswith("bfloat16: the checkpoint's k and v scales are not used")
     dtype, note, _ = said(without, "fp8")
     assert dtype == fp8
-    assert "1 attention layers have no k and v scales, 1.0 is used: layers.1.mixer" in note
+    assert "1 of 1 attention layers have no k and v scales, 1.0 is used: layers.1.mixer" in note
+    dtype, note, _ = said(base, None, drafts=2)
+    assert dtype == fp8
+    assert "1 of 2 attention layers have no k and v scales, 1.0 is used: mtp.layers.0" in note
     dtype, note, _ = said(without, "auto")
     assert dtype == bf16
     assert "made for fp8, but has no k and v scales" in note

@@ -223,7 +223,7 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype)
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
-        *kv_notes(limits.kv_dtype, scheme, config, kv_dtype),
+        *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
     )
     return Placed(model, caches, plan, piece, device, dtype, notes)
 

@@ -40,7 +40,8 @@ def find_kv_dtype(
         raise ConfigError(f"kv_dtype={wanted!r}: use one of {', '.join(KV_DTYPES)}.")
     able = has_e4m3(device)
     if wanted == "auto":
-        calibrated = scheme.kv == "fp8" and not unscaled(scheme, config)
+        trunk = {f"layers.{index}.mixer" for index in config.attention_layers}
+        calibrated = scheme.kv == "fp8" and trunk <= scheme.kv_scaled
         wanted = "fp8" if calibrated and able else "bf16"
     require(
         able or wanted != "fp8",
@@ -55,25 +56,21 @@ def has_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or devices.info(device).capability >= _HAS_E4M3
 
 
-def unscaled(scheme: QuantScheme, config: ModelConfig) -> list[str]:
-    """The trunk's attention mixers without k and v scales."""
-    mixers = [f"layers.{index}.mixer" for index in config.attention_layers]
-    return [mixer for mixer in mixers if mixer not in scheme.kv_scaled]
-
-
 def kv_notes(
-    wanted: str | None, scheme: QuantScheme, config: ModelConfig, kv: torch.dtype
+    wanted: str | None, scheme: QuantScheme, expected: Mapping[str, Expected], kv: torch.dtype
 ) -> list[str]:
-    """What a reader should know of the choice for keys and values."""
-    lacking = unscaled(scheme, config)
-    if not config.attention_layers:
+    """What a reader should know of the choice for keys and values, the MTP block's included."""
+    tail = ".k_proj.weight"
+    mixers = [name.removesuffix(tail) for name in expected if name.endswith(tail)]
+    lacking = [mixer for mixer in mixers if mixer not in scheme.kv_scaled]
+    if not mixers:
         return []
     if kv == torch.float8_e4m3fn:
         if not lacking:
             return ["keys and values are stored as fp8, with the checkpoint's scales"]
         return [
-            f"keys and values are stored as fp8; {len(lacking)} attention layers have no k and v "
-            f"scales, 1.0 is used: {_first(lacking)}"
+            f"keys and values are stored as fp8; {len(lacking)} of {len(mixers)} attention layers "
+            f"have no k and v scales, 1.0 is used: {_first(lacking)}"
         ]
     if scheme.kv_scaled:
         return [f"keys and values stay {_name(kv)}: the checkpoint's k and v scales are not used"]
