@@ -265,6 +265,9 @@ def store_codes(y, g, codes_ptr, scales_ptr, first, left, FP4: tl.constexpr, BLO
         scale = tl.reshape(scale, [BLOCK_D // 16]).to(tl.uint8)
         tl.store(scales_ptr + first // 16 + block, scale, mask=block * 16 < left)
     else:
-        d = tl.arange(0, BLOCK_D)
-        byte = e4m3_encode(y * reciprocal(g)).to(tl.uint8)
+        # in rows: bytes stored in the shape of y would widen the layout of y's loads, and with it
+        # change the order of a sum over y, so that a fused norm were no longer the plain one
+        WIDTH: tl.constexpr = 16 if BLOCK_D >= 16 else BLOCK_D
+        d = tl.arange(0, BLOCK_D // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        byte = e4m3_encode(tl.reshape(y, d.shape) * reciprocal(g)).to(tl.uint8)
         tl.store(codes_ptr + first + d, byte, mask=d < left)

@@ -1,4 +1,6 @@
-"""The jit encoders, decoders and quantisers against their twins, to the bit."""
+"""The jit encoders, decoders and quantisers against their twins, to the bit.
+
+The checks take a device: the GPU tests run the same ones on compiled kernels."""
 
 import pytest
 import torch
@@ -21,31 +23,31 @@ from nemotriton.kernels.fp4 import (
 
 @triton.jit
 def _e2m1_encode(x_ptr, y_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     tl.store(y_ptr + i, e2m1_encode(tl.load(x_ptr + i)))
 
 
 @triton.jit
 def _e4m3_encode(x_ptr, y_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     tl.store(y_ptr + i, e4m3_encode(tl.load(x_ptr + i)))
 
 
 @triton.jit
 def _e2m1_decode(x_ptr, y_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     tl.store(y_ptr + i, e2m1_decode(tl.load(x_ptr + i).to(tl.int32)))
 
 
 @triton.jit
 def _e4m3_decode(x_ptr, y_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     tl.store(y_ptr + i, e4m3_decode(tl.load(x_ptr + i).to(tl.int32)))
 
 
 @triton.jit
 def _reciprocal(x_ptr, y_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
+    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     tl.store(y_ptr + i, reciprocal(tl.load(x_ptr + i)))
 
 
@@ -79,7 +81,8 @@ def _load_fp8(w_ptr, y_ptr, N: tl.constexpr, K, EVEN: tl.constexpr, BLOCK_K: tl.
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """fp32 as integers, every NaN alike."""
+    """fp32 as integers on the CPU, every NaN alike."""
+    x = x.cpu().contiguous()
     return torch.where(x.isnan(), torch.tensor(0x7FC00000, dtype=torch.int32), x.view(torch.int32))
 
 
@@ -97,46 +100,41 @@ def numbers() -> torch.Tensor:
     return torch.cat([x, x.new_zeros(2**17 - len(x))])
 
 
-@pytest.mark.parametrize("name", ["e2m1", "e4m3"])
-def test_encoders_equal_the_twins(name: str) -> None:
+def check_encoder(name: str, device: torch.device) -> None:
     x = numbers()
-    y = torch.full(x.shape, -1, dtype=torch.int32)
-    {"e2m1": _e2m1_encode, "e4m3": _e4m3_encode}[name][(1,)](x, y, N=len(x))
-    want = getattr(fp4, f"{name}_encode_ref")(x).view(torch.uint8)
-    assert torch.equal(y, want.int()), x[y != want.int()][:8]
+    y = torch.full(x.shape, -1, dtype=torch.int32, device=device)
+    kernel = {"e2m1": _e2m1_encode, "e4m3": _e4m3_encode}[name]
+    kernel[(len(x) // 8192,)](x.to(device), y, N=8192)
+    want = getattr(fp4, f"{name}_encode_ref")(x).view(torch.uint8).int()
+    assert torch.equal(y.cpu(), want), x[y.cpu() != want][:8]
 
 
-def test_decoders_equal_the_twins() -> None:
-    codes, y = torch.arange(16, dtype=torch.uint8), torch.zeros(16)
-    _e2m1_decode[(1,)](codes, y, N=16)
-    assert torch.equal(bits(y), bits(fp4.e2m1_decode_ref(codes)))
-    codes, y = torch.arange(256, dtype=torch.uint8), torch.zeros(256)
-    _e4m3_decode[(1,)](codes, y, N=256)
-    assert torch.equal(bits(y), bits(fp4.e4m3_decode_ref(codes)))
+def check_decoders(device: torch.device) -> None:
+    for name, kernel, n in (("e2m1", _e2m1_decode, 16), ("e4m3", _e4m3_decode, 256)):
+        codes, y = torch.arange(n, dtype=torch.uint8), torch.zeros(n, device=device)
+        kernel[(1,)](codes.to(device), y, N=n)
+        assert torch.equal(bits(y), bits(getattr(fp4, f"{name}_decode_ref")(codes)))
 
 
-def test_reciprocal_is_finite_and_exact() -> None:
+def check_reciprocal(device: torch.device) -> None:
     x = torch.cat([torch.logspace(-45, 38, 248), torch.tensor([0.0, 1e-45, 3e38, float("inf")])])
     x = torch.cat([x, torch.full((4,), float("nan"))])
-    y = torch.zeros_like(x)
-    _reciprocal[(1,)](x, y, N=256)
+    y = torch.zeros(256, device=device)
+    _reciprocal[(1,)](x.to(device), y, N=256)
     assert torch.equal(bits(y), bits(fp4.reciprocal_ref(x)))
     assert float(y[248]) == torch.finfo(torch.float32).max
 
 
-def every_scale_and_code() -> tuple[torch.Tensor, torch.Tensor]:
-    """Row b: all 16 codes under scale byte b."""
+def check_every_scale_and_code(block_k: int, device: torch.device) -> None:
+    """Row b of the matrix: all 16 codes under scale byte b."""
     codes = fp4.pack(torch.arange(16, dtype=torch.uint8).repeat(256, 1))
-    return codes, torch.arange(256, dtype=torch.uint8)[:, None]
-
-
-@pytest.mark.parametrize("block_k", [16, 64])
-def test_every_scale_byte_times_every_code(block_k: int) -> None:
-    codes, scales = every_scale_and_code()
-    y = torch.full((256, block_k), float("nan"))
-    _load_nvfp4[(1,)](codes, scales, y, N=256, K=16, EVEN=block_k == 16, BLOCK_K=block_k)
+    scales = torch.arange(256, dtype=torch.uint8)[:, None]
+    y = torch.full((256, block_k), float("nan"), device=device)
+    args = (codes.to(device), scales.to(device), y)
+    _load_nvfp4[(1,)](*args, N=256, K=16, EVEN=block_k == 16, BLOCK_K=block_k)
+    y = y.cpu()
     want = fp4.nvfp4_values_ref(codes, scales.view(torch.float8_e4m3fn))
-    assert torch.equal(bits(y[:, :16].contiguous()), bits(want))
+    assert torch.equal(bits(y[:, :16]), bits(want))
     assert not y[:, 16:].any()  # columns past the matrix are zeros
     assert not y[0, :16].any()  # a scale of zero
     assert not y[0x7F, 0]  # a zero code under a NaN scale
@@ -145,12 +143,12 @@ def test_every_scale_byte_times_every_code(block_k: int) -> None:
         assert torch.equal(bits(y.to(dtype).float()), bits(y))
 
 
-@pytest.mark.parametrize("block_k", [16, 32])
-def test_every_fp8_byte(block_k: int) -> None:
+def check_every_fp8_byte(block_k: int, device: torch.device) -> None:
     byte = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    y = torch.full((16, block_k), float("nan"))
-    _load_fp8[(1,)](byte, y, N=16, K=16, EVEN=block_k == 16, BLOCK_K=block_k)
-    assert torch.equal(bits(y[:, :16].contiguous()), bits(fp4.e4m3_decode_ref(byte)))
+    y = torch.full((16, block_k), float("nan"), device=device)
+    _load_fp8[(1,)](byte.to(device), y, N=16, K=16, EVEN=block_k == 16, BLOCK_K=block_k)
+    y = y.cpu()
+    assert torch.equal(bits(y[:, :16]), bits(fp4.e4m3_decode_ref(byte)))
     assert not y[:, 16:].any()
 
 
@@ -161,21 +159,52 @@ def blocks() -> torch.Tensor:
     x[1] *= torch.exp(4 * torch.randn(16, generator=rng))
     x[2:14] *= torch.tensor([0, -0.0, 1e-6, 2e-3, 1e-9, 1e-41, 1e9, 1e30, 5, 2, 0.1, 7])[:, None]
     x[14, 5], x[15, 5], x[16, 5] = float("nan"), float("inf"), -float("inf")
-    x[17] = torch.cat([fp4.e2m1_decode_ref(torch.arange(16, dtype=torch.uint8))])
+    x[17] = fp4.e2m1_decode_ref(torch.arange(16, dtype=torch.uint8))
     x[18] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0] * 2)
     x[18, 0] = 6
     return x
 
 
-@pytest.mark.parametrize("g", [1.0, 1 / 448, 0.00137, 3.7e-7, 1e-40, 123.0, 0.0])
-def test_quantiser_equals_the_twin(g: float) -> None:
+def check_quantiser(g: float, device: torch.device) -> None:
     x, scale = blocks(), torch.tensor(g)
-    codes = torch.full((32, 16), -1, dtype=torch.int32)
-    scales = torch.full((32, 1), -1, dtype=torch.int32)
-    _codes[(1,)](x, scale, codes, scales, R=32)
+    codes = torch.full((32, 16), -1, dtype=torch.int32, device=device)
+    scales = torch.full((32, 1), -1, dtype=torch.int32, device=device)
+    _codes[(1,)](x.to(device), scale.to(device), codes, scales, R=32)
     want, want_scales = fp4.nvfp4_codes_ref(x, scale)
-    assert torch.equal(scales, want_scales.view(torch.uint8).int())
-    assert torch.equal(codes, fp4.unpack(want).int())
-    y = torch.zeros(32, 16)
-    _round[(1,)](x, scale, y, R=32)
+    assert torch.equal(scales.cpu(), want_scales.view(torch.uint8).int())
+    assert torch.equal(codes.cpu(), fp4.unpack(want).int())
+    y = torch.zeros(32, 16, device=device)
+    _round[(1,)](x.to(device), scale.to(device), y, R=32)
     assert torch.equal(bits(y), bits(fp4.nvfp4_round_ref(x, scale)))
+
+
+GLOBAL_SCALES = (1.0, 1 / 448, 0.00137, 3.7e-7, 1e-40, 123.0, 0.0)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e4m3"])
+def test_encoders_equal_the_twins(name: str) -> None:
+    check_encoder(name, CPU)
+
+
+def test_decoders_equal_the_twins() -> None:
+    check_decoders(CPU)
+
+
+def test_reciprocal_is_finite_and_exact() -> None:
+    check_reciprocal(CPU)
+
+
+@pytest.mark.parametrize("block_k", [16, 64])
+def test_every_scale_byte_times_every_code(block_k: int) -> None:
+    check_every_scale_and_code(block_k, CPU)
+
+
+@pytest.mark.parametrize("block_k", [16, 32])
+def test_every_fp8_byte(block_k: int) -> None:
+    check_every_fp8_byte(block_k, CPU)
+
+
+@pytest.mark.parametrize("g", GLOBAL_SCALES)
+def test_quantiser_equals_the_twin(g: float) -> None:
+    check_quantiser(g, CPU)
