@@ -161,5 +161,5 @@ def test_wrong_parents_and_rows_are_named() -> None:
     new, cache = torch.zeros(3, 2, 16), GOOD["k_cache"]
     with pytest.raises(UnsupportedError, match="rows for 3 tokens"):
         write_kv.triton(new, new, cache, cache, torch.zeros(2, dtype=torch.int64))
-    with pytest.raises(UnsupportedError, match="got .* and"):
+    with pytest.raises(UnsupportedError, match=r"got .* and"):
         write_kv.triton(new, new[:2], cache, cache, torch.zeros(3, dtype=torch.int64))

@@ -247,7 +247,10 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
         return fp32_tile(case)
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+    if case.new * (case.H // case.Hkv) > 32:
+        return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+    # left to itself, ptxas spills a few bytes to fit a third block into the registers
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=3, maxnreg=128)
 
 
 ATTEND_DECODE = KernelSpec(
