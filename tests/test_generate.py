@@ -85,6 +85,31 @@ def test_streamed_whole_and_json_are_one_text(tiny: LLM) -> None:
     assert records(*args[:-1], "6")[0]["text"] != one["text"]
 
 
+def test_drafts_change_the_report_and_not_the_answer() -> None:
+    args = ("-p", "hello", "-n", "40", "--dtype", "float32", "--ignore-eos", "--seed", "3")
+    _, plain, err = invoke(*args)
+    assert "drafts" not in err
+    code, out, err = invoke(*args, "--drafts", "2", "--no-adapt-drafts")
+    assert code == 0
+    assert out == plain
+    found = re.search(
+        r"--- drafts (\d+) of (\d+) accepted · [\d ]+ % by position · [\d.]+ tok", err
+    )
+    assert found is not None
+    accepted, verified = map(int, found.groups())
+    assert accepted + verified // 2 >= 37
+    for part in ("draft ", "verify ", "commit "):
+        assert part in err
+    assert ("none of" in err) == (accepted == 0), "a block that is never right is warned of"
+    (record,) = records(*args, "--tree", "0,0,1", "--no-adapt-drafts")
+    assert record["text"].removesuffix("\n") + "\n" == plain
+    drafts = record["drafts"]
+    assert (drafts["most"], drafts["current"]) == (3, 3)
+    assert drafts["proposed"] == drafts["verified"]
+    assert len(drafts["acceptance"]) == 2
+    assert set(drafts["seconds"]) == {"draft", "verify", "commit"}
+
+
 def test_prompts_come_from_options_files_and_pipes(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("from a file\n\n")
     (tmp_path / "dos.txt").write_bytes(b"dos\r\n")
