@@ -369,7 +369,7 @@ def _spec(wrapper: Any, make: Callable[..., Args], strided: tuple[str, ...], sto
         tiles=_tiles,
         default=_default,
         cost=cost,
-        small_tokens=(0, 1, 3, 17),
+        small_tokens=(0, 1, 17),
         per_token=("x",),
         strided=strided,
     )
