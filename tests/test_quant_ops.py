@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import nemotriton.kernels as K
+from nemotriton.autotune import offline, parity
 from nemotriton.errors import UnsupportedError
 from nemotriton.kernels.moe_route import Routing, route_experts_ref
+from nemotriton.kernels.op import SPECS, Case
 from nemotriton.model.nvfp4 import (
     dequantize_fp8,
     dequantize_nvfp4,
@@ -205,3 +207,29 @@ def test_other_refusals() -> None:
         K.quantize_nvfp4.triton(torch.zeros(1, 24), one)
     with pytest.raises(UnsupportedError, match="norm groups of 24 columns"):
         K.gated_rms_norm_nvfp4.triton(x, x, torch.ones(48), one, 1e-5, 2)
+
+
+# --------------------------------------------------------------------------------------- elsewhere
+@pytest.mark.parametrize(
+    "op", ["run_experts_nvfp4", "run_experts_fp8", "nvfp4_matmul", "fp8_matmul"]
+)
+def test_compiles_where_there_is_no_e4m3_type(op: str) -> None:
+    """sm_80, with quantised activations, which the models' cases leave out."""
+    spec = SPECS[op]
+    axes = {"E": 8, "F": 128, "L": 64, "K": 2} if op.startswith("run") else {"N": 128, "K": 64}
+    case = Case(**axes, Q=1)
+    job = offline.Job(op, case, 4, "bf16", spec.default(case, 4), True, 80)
+    rows = offline.compile_job(job)
+    assert "_round_rows" in [row.kernel for row in rows]
+    assert not any(row.faults for row in rows), [row.faults for row in rows]
+
+
+def test_a_share_of_bytes_may_differ_where_the_spec_says_so() -> None:
+    spec = SPECS["add_rms_norm_fp8"]
+    want = {"out0": torch.zeros(200, 200, dtype=torch.uint8)}
+    for wrong, ok in ((0, True), (4, True), (5, False)):
+        got = {"out0": want["out0"].clone()}
+        got["out0"].view(-1)[:wrong] = 1
+        assert parity.compare(spec, got, want, want).ok is ok
+    few = {"out0": want["out0"][:10]}
+    assert not parity.compare(spec, {"out0": few["out0"] + 1}, few, few).ok
