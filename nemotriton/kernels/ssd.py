@@ -217,8 +217,7 @@ def _bearable(tile: Tile, dtype: torch.dtype) -> Tile:
         return tile
     if dtype != torch.float32:
         return tile.but(num_stages=1)
-    short = {k: min(int(tile[k]), 32) for k in ("BLOCK_K", "BLOCK_N")}
-    return tile.but(num_stages=1, **short)
+    return tile.but(num_stages=1, BLOCK_K=16, BLOCK_N=16)
 
 
 def _lengths(T: int) -> list[int]:
@@ -281,12 +280,13 @@ def _block(size: int, most: int) -> int:
 
 
 def _tiles(case: Case) -> list[Tile]:
+    width = _block(case.P, 128)
     edges = [(64, 64), (128, 64), (64, 128), (128, 128), (64, 32)]
     return [
         Tile(
             BLOCK_M=_block(case.Q, m),
             BLOCK_K=_block(case.Q, k),
-            BLOCK_P=_block(case.P, 128),
+            BLOCK_P=width,
             BLOCK_N=_block(case.N, n),
             num_warps=w,
             num_stages=stages,
@@ -295,7 +295,8 @@ def _tiles(case: Case) -> list[Tile]:
         for n in (64, 128)
         for w in (4, 8)
         for stages in (1, 2, 3)
-        if m + k + n < 256 or stages < 3
+        if m + k + n < 256 or stages < 3  # shared memory
+        if w == 8 or _block(case.Q, m) * width <= 64 * 64  # registers
     ]
 
 
