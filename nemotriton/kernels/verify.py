@@ -69,7 +69,7 @@ def verify_drafts_ref(
 
 @triton.jit
 def _verify_drafts(
-    ids_ptr, picked_ptr, cu_idx, parents_idx, path_ptr, accepted_ptr, last_ptr,
+    ids_idx, picked_ptr, cu_idx, parents_idx, path_ptr, accepted_ptr, last_ptr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One sequence."""
@@ -78,7 +78,7 @@ def _verify_drafts(
     n = (tl.load(cu_idx + s + 1).to(tl.int64) - start).to(tl.int32)
     r = tl.arange(0, BLOCK_R)
     inside = r < n
-    held = tl.load(ids_ptr + start + r, mask=inside, other=-1)
+    held = tl.load(ids_idx + start + r, mask=inside, other=-1).to(tl.int64)
     wanted = tl.load(picked_ptr + start + r, mask=inside, other=-1)
     parent = r - 1
     if parents_idx is not None:
