@@ -54,15 +54,14 @@ class Stub(Drafter):
                 token = true[done + depth - 1] if done + depth - 1 < len(true) else 0
                 ids.append(token if self.right(self.passes, depth) else (token + 7) % VOCAB)
         self.passes += 1
-        return torch.tensor(ids)
+        return torch.tensor(ids, device=self.device)
 
 
 def stubbed(engine: Engine, right: Callable[[int, int], bool]) -> Stub:
     own = engine.runner.drafter
     assert own is not None
-    stub = Stub(
-        own.model, own.caches, own.sampler, own.shape, page_size=own.page_size, device="cpu"
-    )
+    where = (own.model, own.caches, own.sampler, own.shape)
+    stub = Stub(*where, page_size=own.page_size, device=own.device)
     stub.truth, stub.right = {}, right
     engine.runner.drafter = stub
     return stub

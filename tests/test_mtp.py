@@ -14,6 +14,7 @@ from torch import Tensor
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
+from nemotriton.engine.outputs import CompletionOutput, Group
 from nemotriton.engine.pool import Pool
 from nemotriton.engine.request import Piece, Request
 from nemotriton.engine.sampling import SamplingParams
@@ -30,10 +31,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=45)
 PAGE = 8
 PATTERNS = ["*E", "M", "EM*-", "-"]
-CPU = torch.device("cpu")
 
 
-def made(pattern: str = "*E", dtype: torch.dtype = torch.float32) -> NemotronH:
+def made(device: str, pattern: str = "*E") -> NemotronH:
     config = ModelConfig.preset("tiny")
     kinds = tuple(LayerKind(letter) for letter in pattern)
     config = replace(
@@ -42,20 +42,20 @@ def made(pattern: str = "*E", dtype: torch.dtype = torch.float32) -> NemotronH:
         mtp_moe=config.moe if LayerKind.MOE in kinds else None,
         mtp_mlp_width=96 if LayerKind.MLP in kinds else 0,
     )
-    model = NemotronH(config, dtype, CPU, drafting=True)
+    model = NemotronH(config, torch.float32, torch.device(device), drafting=True)
     fill(config, model.named_tensors(), 0)
     model.prepare()
     return model
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
-def model(request: pytest.FixtureRequest) -> NemotronH:
-    return made(request.param)
+def model(request: pytest.FixtureRequest, device: str) -> NemotronH:
+    return made(device, request.param)
 
 
 @pytest.fixture(scope="module")
-def usual() -> NemotronH:
-    return made()
+def usual(device: str) -> NemotronH:
+    return made(device)
 
 
 def prompt(n: int) -> list[int]:
@@ -73,15 +73,15 @@ def engine(
     more = [c.mtp.pattern.count(kind) * on for kind in (LayerKind.ATTENTION, LayerKind.MAMBA)]
     kv = PagedKV(
         len(c.attention_layers) + more[0], pages, c.attention.kv_heads, c.attention.head_dim,
-        model.dtype, CPU, page_size=PAGE,
+        model.dtype, model.device, page_size=PAGE,
     )  # fmt: skip
     states = MambaStates(
-        c.mamba, len(c.mamba_layers) + more[1], slots, model.dtype, CPU,
+        c.mamba, len(c.mamba_layers) + more[1], slots, model.dtype, model.device,
         lanes=len(shape or ()) + 1,
     )  # fmt: skip
     runner = PoisonRunner(
-        model, Caches(kv, states), vocab=c.vocab, chunk=c.mamba.chunk, device=CPU, shape=shape,
-        stateful=more[1] > 0,
+        model, Caches(kv, states), vocab=c.vocab, chunk=c.mamba.chunk, device=model.device,
+        shape=shape, stateful=more[1] > 0,
     )  # fmt: skip
     scheduler = Scheduler(
         pages=Pool(pages, "pages"), slots=Pool(slots, "slots"), page_size=PAGE,
@@ -138,7 +138,7 @@ def decoded(
 def whole(model: NemotronH, ids: Sequence[int]) -> Tensor:
     """The block's outputs [n - 1, D] on the pairs of a sequence of n tokens, without caches."""
     assert model.mtp is not None
-    tokens = torch.tensor([list(ids)])
+    tokens = torch.tensor([list(ids)], device=model.device)
     with torch.no_grad():
         hidden = model.train_forward(tokens[:, :-1])
         return model.mtp.train_forward(model.embeddings(tokens[:, 1:]), hidden)[0]
@@ -226,7 +226,7 @@ def test_proposals_are_the_block_applied_to_its_own_output(shape: str, model: Ne
 def by_hand(model: NemotronH, request: Request, shape: DraftShape, drafts: list[int]) -> list[int]:
     """What should have been drafted before the last step, which (random weights) accepted none."""
     assert model.mtp is not None
-    text = torch.tensor([(request.prompt + request.output)[:-1]])
+    text = torch.tensor([(request.prompt + request.output)[:-1]], device=model.device)
     found: list[int] = []
     outputs: dict[int, Tensor] = {}
     taken: dict[int, list[int]] = {}
@@ -236,7 +236,8 @@ def by_hand(model: NemotronH, request: Request, shape: DraftShape, drafts: list[
             parent = shape.parents[draft - 1]
             if parent not in outputs:
                 path = shape.path(parent)
-                ids = torch.cat([text[0, 1:], torch.tensor([found[d - 1] for d in path]).long()])
+                drafted = torch.tensor([found[d - 1] for d in path], dtype=torch.int64)
+                ids = torch.cat([text[0, 1:], drafted.to(model.device)])
                 before = [hidden, *(outputs[p][None] for p in [0, *path][:-1])][: len(path) + 1]
                 pairs = model.embeddings(ids)[None], torch.cat(before)[None]
                 outputs[parent] = model.mtp.train_forward(*pairs)[0, -1]
@@ -249,9 +250,9 @@ def by_hand(model: NemotronH, request: Request, shape: DraftShape, drafts: list[
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_seven_requests_with_the_real_block(temperature: float, usual: NemotronH) -> None:
-    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3, max_tokens=9)
+    params = SamplingParams(temperature=temperature, top_p=0.9, seed=3, max_tokens=9, logprobs=0)
     lengths = [1, 30, 5, 14, 2, 21, 9]
-    outputs = []
+    outputs, logprobs = [], []
     for shape in (None, DraftShape.chain(3), DraftShape.parse("0,0,0,1,1,4")):
         e = engine(usual, shape, piece=24, pages=20)
         groups = []
@@ -260,7 +261,17 @@ def test_seven_requests_with_the_real_block(temperature: float, usual: NemotronH
             e.step()
         finish(e)
         outputs.append([ids_of(g) for g in groups])
+        found = [
+            [r[t].logprob for r, t in zip(c.logprobs or [], c.token_ids)] for c in ends(groups)
+        ]
+        logprobs.append(torch.tensor(found))
     assert outputs[0] == outputs[1] == outputs[2]
+    for other in logprobs[1:]:
+        assert float((other - logprobs[0]).abs().max()) <= 1e-4, "the trunk's own, as without"
+
+
+def ends(groups: list[Group]) -> list[CompletionOutput]:
+    return [g.output().outputs[0] for g in groups]
 
 
 # ------------------------------------------------------------------------------------- the block
@@ -269,7 +280,7 @@ def test_the_block_has_no_embedding_or_head_of_its_own(usual: NemotronH) -> None
     own = {n for n in usual.named_tensors() if n.startswith("mtp.")}
     assert own == {n for n in expected(usual.config, mtp_blocks=1) if n.startswith("mtp.")}
     assert not any("embed" in n or "head" in n for n in own)
-    hidden = torch.randn(2, usual.config.width)
+    hidden = torch.randn(2, usual.config.width, device=usual.device)
     assert usual.lm_head is not None
     before = usual.logits(hidden)
     usual.lm_head.weight.mul_(2)
@@ -314,10 +325,10 @@ class Ablation:
 
 
 @pytest.fixture(scope="module")
-def planted() -> tuple[NemotronH, list[int]]:
+def planted(device: str) -> tuple[NemotronH, list[int]]:
     """A block that just knows one text of the trunk by heart: its merging matrix is trained so, the
     other parts have random weights of such size that the matrix has to reckon with each of them."""
-    model = made()
+    model = made(device)
     text, _ = decoded(model, prompt(30), LONG)
     assert model.mtp is not None
     first, last = model.mtp.steps
@@ -326,7 +337,7 @@ def planted() -> tuple[NemotronH, list[int]]:
         matrix.weight.mul_(6)
     for norm in (first.enorm, first.hnorm):
         norm.weight.copy_(torch.randn(norm.weight.shape, generator=rng).exp())
-    sequence = torch.tensor([prompt(30) + text])
+    sequence = torch.tensor([prompt(30) + text], device=model.device)
     targets, weight = sequence[0, 2:], first.eh_proj.weight.requires_grad_(True)
     with torch.no_grad():
         hidden, embedded = model.train_forward(sequence[:, :-1]), model.embeddings(sequence[:, 1:])
