@@ -160,13 +160,13 @@ def test_one_batch_of_pieces_plain_rows_and_drafts() -> None:
 
 
 # ------------------------------------------------------------------------------------- the ends
-@pytest.mark.parametrize("min_tokens", [0, 9])
 @pytest.mark.parametrize("shape", ["0,1,2,3,4", "0,0,1,1,2,3"])
-def test_a_stop_inside_an_accepted_run(shape: str, min_tokens: int) -> None:
+def test_a_stop_inside_an_accepted_run(shape: str) -> None:
+    """At once, as soon as min_tokens allows it, and forbidden by min_tokens."""
     prompt = prompt_of(9)
-    for at in range(1, 7):
+    for at, least in [(1, 0), (2, 0), (3, 0), (4, 0), (2, 2), (3, 3), (5, 5), (2, 9), (4, 9)]:
         stop = greedy(prompt, 14)[at]
-        params = replace(GREEDY, stop_token_ids=[stop], min_tokens=min_tokens, logprobs=2)
+        params = replace(GREEDY, stop_token_ids=[stop], min_tokens=least, logprobs=2)
         want = make_engine()
         plain = submit(want, prompt, params)
         finish(want)
@@ -248,18 +248,23 @@ def test_broken_logits_inside_a_run_end_the_request_where_they_would_without_dra
 @pytest.mark.parametrize("shape", ["0,1,2", "0,0,1,1,3"])
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_penalties_count_the_drafts_before_a_row(shape: str, temperature: float) -> None:
-    """A token accepted in a run is penalised later in the same run, as it is without drafts."""
+    """A token accepted in a run counts later in the same run, as it does without drafts.
+
+    Presence is rewarded, so that a token's first use decides about the next ones."""
     params = SamplingParams(
-        temperature=temperature, seed=1, max_tokens=24, repetition_penalty=1.3,
-        presence_penalty=0.4, frequency_penalty=1.1, min_tokens=9, stop_token_ids=[3, 5, 8],
+        temperature=temperature, seed=1, max_tokens=24, repetition_penalty=1.1,
+        presence_penalty=-1.5, frequency_penalty=0.3,
     )  # fmt: skip
-    prompt = prompt_of(40, seed=2)
-    engine = make_engine(shape=DraftShape.parse(shape))
-    group = submit(engine, prompt, params)
-    finish(engine)
-    assert ids_of(group) == alone(prompt, params)
-    meter = engine.draft_meter
-    assert meter.hit[:2] == meter.tried[:2], "the drafter is penalised alike"
+    for seed in range(4):
+        prompt = prompt_of(40, seed)
+        want = alone(prompt, params)
+        assert len(set(want)) < len(want), "tokens come back"
+        engine = make_engine(shape=DraftShape.parse(shape))
+        group = submit(engine, prompt, params)
+        finish(engine)
+        assert ids_of(group) == want
+        meter = engine.draft_meter
+        assert meter.hit[:2] == meter.tried[:2], "the drafter counts alike"
 
 
 def test_seeds_whatever_the_depth() -> None:

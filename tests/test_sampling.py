@@ -188,6 +188,24 @@ def test_no_end_before_min_tokens() -> None:
     assert pick(row, request(SamplingParams(temperature=0), stop_ids=[4])) == [4]
 
 
+def test_drafts_before_a_row_count_as_if_they_were_output() -> None:
+    """Penalties, min_tokens and the noise of a row in a verify pass."""
+    params = SamplingParams(
+        temperature=0.9, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.9,
+        min_tokens=4, max_tokens=9,
+    )  # fmt: skip
+    drafts = torch.tensor([5, 3, 5, 11])
+    for seed in range(6):
+        made = request(params, [5, 2], [1, 3], seed, stop_ids=[7, 8])
+        rows = logits(5, seed)
+        rows[:, 7] += 3
+        ahead = [drafts[:n] for n in range(5)]
+        found = Sampler(V, "cpu").pick(rows, [made] * 5, ahead).tolist()
+        for n in range(5):
+            later = request(params, [5, 2], [1, 3, *drafts[:n].tolist()], seed, stop_ids=[7, 8])
+            assert pick(rows[n : n + 1], later) == [found[n]]
+
+
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     row = torch.full((1, V), -1.0)
     row[0, [5, 9]] = 2.0
