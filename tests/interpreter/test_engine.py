@@ -1,9 +1,14 @@
 """The embedded model end to end on kernels in the interpreter: the twins' tokens and logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
 
 from nemotriton import LLM, SamplingParams
+from nemotriton.engine.request import Piece
 from nemotriton.kernels.op import OPS
+from tests.test_drafts import stubbed
 
 PROMPTS = [[20, 9, 200, 31, 7], [77] * 3 + list(range(20, 50))]
 
@@ -27,6 +32,35 @@ def test_every_kernel_together_gives_the_twins_tokens() -> None:
     assert found[0][0] == found[1][0]
     worst = (found[0][1] - found[1][1]).abs().max()
     assert float(worst) <= 2e-5 * float(found[1][1].abs().max())
+
+
+@pytest.mark.parametrize("tree", ["0,1", "0,0,2"])
+def test_drafts_on_kernels_change_no_token(tree: str) -> None:
+    """A verify pass that is wholly right, then wrong ones: lanes, cursor, trees."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    sizes = {"dtype": "float32", "device": "cpu", "max_context": 128, "layers": 4}
+    with LLM.synthetic("tiny", impl="ref", **sizes) as llm:
+        want = llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids
+    called: set[str] = set()
+    with (
+        LLM.synthetic("tiny", impl="triton", tree=tree, adapt_drafts=False, **sizes) as llm,
+        watching(called, "triton"),
+    ):
+        stub = stubbed(llm.engine, lambda n, depth: n == 0)
+        own = stub.propose
+
+        def second_branch(pieces: Sequence[Piece]) -> torch.Tensor:
+            ids = own(pieces)
+            if tree == "0,0,2":
+                ids[0] = (ids[0] + 1) % 500  # so that the accepted path leaves a gap
+            return ids
+
+        stub.propose = second_branch  # type: ignore[method-assign]
+        stub.truth = {"0-0": want}
+        assert llm.generate(PROMPTS[0], params)[0].outputs[0].token_ids == want
+        drafts = llm.stats()["drafts"]
+    assert 2 <= drafts["accepted"] < drafts["verified"]
+    assert {"verify_drafts", "ssm_update", "causal_conv1d_update", "attend_decode"} <= called
 
 
 class watching:
