@@ -198,10 +198,11 @@ class KernelSpec:
 
     @functools.cached_property
     def source(self) -> str:
-        """sha256 over the jit functions of the op's module and of `numerics`; tiles are not in it,
-        so adding one to the search space leaves what is already measured valid."""
+        """sha256 over the jit functions of the modules that hold the op, its kernels and `numerics`;
+        tiles are not in it, so adding one to the search space leaves what is measured valid."""
+        homes = {kernel.fn.__module__ for kernel in self.kernels}
         text = []
-        for name in (self.op.module, "nemotriton.kernels.numerics"):
+        for name in sorted({self.op.module, "nemotriton.kernels.numerics", *homes}):
             members = vars(sys.modules[name]) if name in sys.modules else {}
             text += [f"{k}\n{jit_source(v)}" for k, v in sorted(members.items()) if is_jit(v)]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
