@@ -198,7 +198,7 @@ class KernelSpec:
 
     @functools.cached_property
     def source(self) -> str:
-        """sha256 over the jit functions of the modules that hold the op, its kernels and `numerics`;
+        """sha256 over the jit functions of the modules of the op, of its kernels and `numerics`;
         tiles are not in it, so adding one to the search space leaves what is measured valid."""
         homes = {kernel.fn.__module__ for kernel in self.kernels}
         text = []
