@@ -1,12 +1,13 @@
 """How many drafts a step should have: as many as pay, by measured acceptance and measured time.
 
-With d drafts a step brings gain(d) tokens a request and takes seconds(d), which depends on how many
-requests decode; the depth with the largest gain / seconds is taken. Both are running averages. A
-verify pass of d drafts also says what fewer would have brought, so gains come for nothing; times
-need a look: the first steps with so many requests (by powers of two) try the most drafts, none, and
-what lies beside the best so far, and now and then another depth is looked at again. That is how
-drafting comes back once it pays. The depth never changes a token, only when it comes (see
-`verify_drafts`), so decisions may hang on a clock.
+With d drafts a step brings gain(d) = 1 + a1 + a1 a2 + ... + a1 .. ad tokens a request, where ai is
+the chance that draft i is accepted if those before it are, and takes seconds(d), which depends on
+how many requests decode; the depth with the largest gain / seconds is taken. Chances and seconds
+are running averages. A chance is only updated by passes that got so far, so what is known of the
+deep ones outlasts a stretch of bad drafts. Times need a look: the first steps with so many requests
+(by powers of two) try the most drafts, none, and what lies beside the best so far, and now and then
+another depth is looked at again. That is how drafting comes back once it pays. The depth never
+changes a token, only when it comes (see `verify_drafts`), so decisions may hang on a clock.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from nemotriton.engine.draft_shape import DraftShape
+
 _MEMORY = 64  # steps that an average remembers
 _LOOK = 4  # steps of a first look; the very first is not timed, it may compile or allocate
-_AGAIN = 2  # steps of a later look
+_AGAIN = 4  # steps of a later look
 _STAY = 16  # steps between decisions
 _DECISIONS = 8  # from one later look to the next
 _BETTER = 1.02  # a change must promise this much, or noise would decide
@@ -46,16 +49,17 @@ class _Load:
 
 
 class Depth:
-    """Chooses among `options`, ascending numbers of drafts from 0 to the most there can be.
+    """Chooses among the numbers of drafts that a shape allows: of a tree, all or none.
 
     adaptive: False always gives the most. Call `next`, run the step, call `book`.
     """
 
-    def __init__(self, options: Sequence[int], adaptive: bool = True) -> None:
-        self.options = list(options)
+    def __init__(self, shape: DraftShape, adaptive: bool = True) -> None:
+        self.options = shape.options
         self.adaptive = adaptive
         self.current = self.options[-1]
-        self._gains = {option: _Average() for option in self.options}
+        self._levels = {option: shape.depth(option) for option in self.options}
+        self._chances = [_Average() for _ in range(self._levels[self.current])]
         self._loads: dict[int, _Load] = {}
 
     def next(self, requests: int) -> int:
@@ -74,10 +78,10 @@ class Depth:
 
         seconds: None where other work was in the step, which so tells nothing of drafting.
         """
-        for option in self.options:
-            if option <= self.current and accepted:
-                brought = sum(1 + min(count, option) for count in accepted)
-                self._gains[option].add(brought / len(accepted))
+        for level in range(self._levels[self.current]):
+            reached = sum(count >= level for count in accepted)
+            if reached:
+                self._chances[level].add(sum(count > level for count in accepted) / reached)
         if seconds is None or not requests:
             return
         load = self._load(requests)
@@ -99,10 +103,15 @@ class Depth:
 
     def _rate(self, load: _Load, option: int) -> float | None:
         average = load.seconds.get(option)
-        gain = self._gains[option]
-        if average is None or not average.value or not gain.count:
+        if average is None or not average.value:
             return None
-        return gain.value / average.value
+        gain = reaching = chance = 1.0
+        for level in range(self._levels[option]):
+            if self._chances[level].count:
+                chance = self._chances[level].value
+            reaching *= chance  # where none got so far yet, as on the level before
+            gain += reaching
+        return gain / average.value
 
     def _decide(self, load: _Load) -> tuple[int, int]:
         """The next depth and for how many steps."""

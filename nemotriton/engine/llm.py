@@ -178,7 +178,7 @@ class LLM:
             max_context=self.plan.max_context,
             eos_ids=[t for t in self.tokenizer.eos_ids if t < self.config.vocab],
             seed=seed,
-            depth=Depth(shape.options, adapt_drafts) if shape is not None else None,
+            depth=Depth(shape, adapt_drafts) if shape is not None else None,
         )
 
     # ---- text ---------------------------------------------------------------------------------

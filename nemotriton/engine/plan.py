@@ -166,6 +166,8 @@ class _Planner:
         rows = requests * (self.wishes.drafts + 1)
         tokens = rows + self.wishes.prefill_piece
         stream = c.width * (2 * item + 8)  # normed x, mixer output, residual before and after
+        if self.wishes.drafts:
+            stream += 5 * c.width * item  # the block's two inputs, and both normed and joined
         layer = max(mixer_bytes(c, kind, item) for kind in dict.fromkeys(c.kinds))
         splits = c.attention.q_rows * _KV_SPLITS * 4 * rows if c.attention else 0
         scored = min(SCORE_BYTES, self.wishes.prefill_piece * c.vocab * 4)
