@@ -61,21 +61,28 @@ class Sampler:
         finite = torch.isfinite(logits.amax(-1))
         ahead = [d.shape[0] for d in drafts] or [0] * len(requests)
         logits = self._adjust(logits, requests, drafts, ahead)
+        return torch.where(finite, sample_tokens(logits, *self._rules(requests, ahead)), -1)
+
+    def _rules(self, requests: Sequence[Request], ahead: Sequence[int]) -> tuple[Tensor, ...]:
+        """The parameters of `sample_tokens` behind the logits, moved in two copies."""
         params = [r.params for r in requests]
-
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
-        ids = sample_tokens(
-            logits,
-            column([0.0 if p.greedy else p.temperature for p in params], torch.float32),
-            column([max(p.top_k, 0) for p in params], torch.int32),
-            column([p.top_p for p in params], torch.float32),
-            column([p.min_p for p in params], torch.float32),
-            column([r.seed for r in requests], torch.int64),
-            column([r.length + n for r, n in zip(requests, ahead, strict=True)], torch.int64),
-        )
-        return torch.where(finite, ids, -1)
+        real = torch.tensor(
+            [
+                [0.0 if p.greedy else p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+            ],
+            dtype=torch.float32,
+        ).to(self.device, non_blocking=True)
+        whole = torch.tensor(
+            [
+                [min(max(p.top_k, 0), self.vocab) for p in params],
+                [r.seed for r in requests],
+                [r.length + n for r, n in zip(requests, ahead, strict=True)],
+            ],
+            dtype=torch.int64,
+        ).to(self.device, non_blocking=True)
+        return real[0], whole[0].int(), real[1], real[2], whole[1], whole[2]
 
     def _adjust(
         self,
