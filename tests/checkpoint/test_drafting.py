@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemotriton.engine.llm import LLM, SamplingParams
 from nemotriton.errors import CheckpointError, ConfigError
@@ -32,10 +33,7 @@ def test_a_whole_block_drafts(plain: Path, quantised: Path) -> None:
 
 
 def test_the_weights_of_the_block_are_the_files(plain: Path) -> None:
-    path = plain / "model.safetensors"
-    from safetensors.torch import load_file
-
-    stored = load_file(path)
+    stored = load_file(plain / "model.safetensors")
     with LLM(plain, dtype="float32", device="cpu", max_context=64, drafts=1) as llm:
         held = llm.runner.model.named_tensors()  # type: ignore[attr-defined]
     for name in ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.final_layernorm.weight"):
