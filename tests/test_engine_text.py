@@ -1,6 +1,7 @@
 """Tokens to text: stop strings, ends, deltas, logprobs; and the prompts that are refused."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -40,7 +41,13 @@ class Scripted:
         self.scripts = scripts
         engine.runner.sampler.pick = self.pick  # type: ignore[method-assign]
 
-    def pick(self, logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:
+    def pick(
+        self,
+        logits: torch.Tensor,
+        requests: list[Request],
+        drafts: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        assert not drafts, "nothing drafts here"
         return torch.tensor(
             [self.scripts[int(r.id.split("-")[0])][len(r.output)] for r in requests]
         )
