@@ -266,6 +266,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         lane = min(2 * lane, 64)  # half the bytes
     if case.TREE:
         lane = min(lane, 32)  # the stored state stays in registers beside the path's
+    if case.NEW > 1 and case.STATE == "fp16":
+        lane = min(lane, 32)  # its conversions take registers: 64 spill on sm_100
     rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
     return Tile(BLOCK_P=rows, BLOCK_N=width, num_warps=1, num_stages=1)
 
