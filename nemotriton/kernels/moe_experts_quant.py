@@ -372,7 +372,7 @@ def _default(case: Case, tokens: int) -> Tile:
     """The block that the tokens of a mean expert fill."""
     per_expert = tokens * case.K / case.E
     if per_expert > 64:
-        return Tile(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=3)
+        return Tile(BLOCK_M=128, BLOCK_N=64, BLOCK_K=64, num_warps=8, num_stages=3)
     rows, depth = (16, 128) if per_expert <= 16 else (64, 64)
     return Tile(BLOCK_M=rows, BLOCK_N=64, BLOCK_K=depth, num_warps=4, num_stages=3)
 
