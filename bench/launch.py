@@ -6,20 +6,20 @@ driver. CUDA graphs take it out of a decode step; outside them it bounds how fas
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 import nemotriton.kernels  # noqa: F401  (registers the specs)
 from nemotriton.autotune.parity import generator
-from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, launch
+from nemotriton.kernels.op import DTYPES, SPECS, launch
 from nemotriton.kernels.rms_norm import _rms_norm
 
 CALLS = 200
 
 
-def host_us(call: object) -> float:
+def host_us(call: Callable[[], object]) -> float:
     """Median over five rounds of the host time of one asynchronous call."""
-    assert callable(call)
     rounds = []
     for _ in range(6):
         torch.cuda.synchronize()
@@ -29,10 +29,6 @@ def host_us(call: object) -> float:
         rounds.append((time.perf_counter() - start) / CALLS * 1e6)
         torch.cuda.synchronize()
     return statistics.median(rounds[1:])
-
-
-def smallest(spec: KernelSpec) -> Case:
-    return spec.small[0]
 
 
 def main() -> None:
@@ -47,7 +43,7 @@ def main() -> None:
     print(f"| one kernel, Triton's own launcher | {bare:.1f} |")
     print(f"| the same through launch() | {through:.1f} |")
     for name, spec in SPECS.items():
-        args = spec.make(smallest(spec), 1, cuda, DTYPES[spec.dtypes[0]], generator(0, cuda))
+        args = spec.make(spec.small[0], 1, cuda, DTYPES[spec.dtypes[0]], generator(0, cuda))
         print(f"| {name} | {host_us(lambda a=args, s=spec: s.op(**a)):.1f} |", flush=True)
 
 
