@@ -22,7 +22,7 @@ from nemotriton.kernels import (
     ssm_update,
     write_kv,
 )
-from nemotriton.model.config import AttentionConfig, MambaConfig, ModelConfig, MoeConfig
+from nemotriton.model.config import AttentionConfig, LayerKind, MambaConfig, ModelConfig, MoeConfig
 from nemotriton.model.layers import Experts, Linear, RMSNorm, Scope, parameter
 
 
@@ -281,3 +281,24 @@ class MoeMixer(nn.Module):
         if self.shared_experts is None:
             return routed
         return self.shared_experts(x, residual=routed)
+
+
+def make_mixer(
+    config: ModelConfig,
+    kind: LayerKind,
+    index: int,
+    mlp_width: int,
+    moe: MoeConfig | None,
+    scope: Scope,
+) -> nn.Module:
+    """The mixer of a layer; `index` counts the layers of its kind before it in the caches."""
+    match kind:
+        case LayerKind.MAMBA:
+            return MambaMixer(config, index, scope)
+        case LayerKind.ATTENTION:
+            return AttentionMixer(config, index, scope)
+        case LayerKind.MLP:
+            return MlpMixer(config.width, mlp_width, scope, config.mlp_bias)
+        case LayerKind.MOE:
+            assert moe is not None
+            return MoeMixer(config, moe, scope)

@@ -19,7 +19,7 @@ from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Linear, RMSNorm, Scope
-from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.mixers import make_mixer
 from nemotriton.model.training import train_mixer
 
 
@@ -68,7 +68,8 @@ class MtpBlock(nn.Module):
         layers = []
         for j, kind in enumerate(pattern):
             inside = scope.at(str(j))
-            mixer = _mixer(config, kind, counts.get(kind, 0), inside.at("mixer"))
+            sizes = config.mtp_mlp_width, config.mtp_moe
+            mixer = make_mixer(config, kind, counts.get(kind, 0), *sizes, inside.at("mixer"))
             if kind in counts:
                 counts[kind] += 1
             first, last = j == 0, j == len(pattern) - 1
@@ -113,17 +114,3 @@ class MtpBlock(nn.Module):
                 h = h + train_mixer(layer.mixer, layer.norm(h).view(B, T, D)).reshape(B * T, D)
             last: Any = self.steps[-1]
             return last.final_layernorm(h).view(B, T, D)
-
-
-def _mixer(config: ModelConfig, kind: LayerKind, index: int, scope: Scope) -> nn.Module:
-    match kind:
-        case LayerKind.MAMBA:
-            return MambaMixer(config, index, scope)
-        case LayerKind.ATTENTION:
-            return AttentionMixer(config, index, scope)
-        case LayerKind.MLP:
-            width = config.mtp_mlp_width
-            return MlpMixer(config.width, width, scope, config.mlp_bias)
-        case LayerKind.MOE:
-            assert config.mtp_moe is not None
-            return MoeMixer(config, config.mtp_moe, scope)

@@ -19,27 +19,11 @@ from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
-from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.mixers import MambaMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.training import train_mixer
 
 Probe = Callable[[str, torch.Tensor], None]
-
-
-def make_mixer(config: ModelConfig, layer: int, index: int, scope: Scope) -> nn.Module:
-    """The mixer of trunk layer `layer`; `index` counts the layers of its kind before it."""
-    match config.kinds[layer]:
-        case LayerKind.MAMBA:
-            return MambaMixer(config, index, scope)
-        case LayerKind.ATTENTION:
-            return AttentionMixer(config, index, scope)
-        case LayerKind.MLP:
-            width = config.mlp_widths[layer]
-            return MlpMixer(config.width, width, scope, config.mlp_bias)
-        case LayerKind.MOE:
-            moe = config.moes[layer]
-            assert moe is not None
-            return MoeMixer(config, moe, scope)
 
 
 class Block(nn.Module):
@@ -77,7 +61,8 @@ class NemotronH(nn.Module):
         blocks = []
         for layer, kind in enumerate(config.kinds):
             inside = scope.at(f"layers.{layer}.mixer")
-            mixer = make_mixer(config, layer, counts[kind], inside)
+            sizes = config.mlp_widths[layer], config.moes[layer]
+            mixer = make_mixer(config, kind, counts[kind], *sizes, inside)
             blocks.append(Block(mixer, config, dtype, device))
             counts[kind] += 1
         self.layers = nn.ModuleList(blocks)
