@@ -59,7 +59,9 @@ def space(point: Point) -> str:
 
 def candidates(point: Point) -> list[Tile]:
     """Every tile a point may take, each once, the default first."""
-    return list(dict.fromkeys([point.default, *point.spec.tiles(point.case)]))
+    spec = point.spec
+    suited = (t for t in spec.tiles(point.case) if spec.suits(t, point.tokens))
+    return list(dict.fromkeys([point.default, *suited]))
 
 
 def describe(facts: Facts) -> Data:

@@ -261,57 +261,90 @@ def _some(*parts: Any) -> Iterator[Any]:
     return (p for p in parts if p is not None)
 
 
-# Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not
-IEEE_ROWS = (16, 32)
+# Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not: the
+# router's tiles have 16 or 32
+# (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages): the weight streams past a few tokens, ...
+STREAMING = (
+    (16, 64, 128, 4, 4),
+    (16, 128, 64, 4, 5),
+    (16, 64, 256, 4, 3),
+    (32, 64, 128, 4, 3),
+    (32, 128, 64, 4, 4),
+    (64, 128, 64, 4, 4),
+    (64, 64, 128, 4, 3),
+    (128, 64, 64, 4, 4),
+    (128, 128, 64, 8, 3),
+)
+# ... or both operands are reused
+SQUARE = (
+    (128, 128, 64, 8, 3),
+    (128, 128, 64, 4, 4),
+    (128, 256, 64, 8, 3),
+    (128, 256, 64, 8, 4),
+    (64, 256, 64, 4, 4),
+)
+STREAMED = 128  # tokens up to which the weight is read once
+PROGRAMS = (250, 500)  # that splitting K aims at: two or four for each of a large GPU's processors
+
+
+def _splits(case: Case, block_n: int, programs: int) -> int:
+    """Parts of K, so that there are about as many programs, each with 512 columns or more."""
+    splits = 1
+    while splits < 8 and cdiv(case.N, block_n) * splits * 2 < 1.5 * programs:
+        if 1024 * splits > case.K:
+            break
+        splits *= 2
+    return splits
+
+
+def _streaming(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
+    t, n, k, warps, stages = shape
+    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
+    return tile.but(SWAP=True, GROUP=8, SPLITS=_splits(case, n, programs))
+
+
+def _square(shape: tuple[int, ...]) -> Tile:
+    t, n, k, warps, stages = shape
+    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
+    return tile.but(SWAP=False, GROUP=8, SPLITS=1)
+
+
+def _rows(tokens: int) -> int:
+    """Rows of the tile that holds a few tokens."""
+    return max(16, min(128, next_pow2(tokens)))
 
 
 def _default(case: Case, tokens: int) -> Tile:
     """Sane on Hopper and Blackwell without tuning; within 100 KB of shared memory."""
-    few = tokens <= 64
     if case.ieee:  # no tensor core: small tiles
-        shape = {"BLOCK_T": 16, "BLOCK_N": 32} if few else {"BLOCK_T": 32, "BLOCK_N": 128}
-        shape |= {"BLOCK_K": 64, "SWAP": False, "num_warps": 4, "num_stages": 2}
-    elif few:
-        rows = max(16, next_pow2(tokens))
-        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128}
-        shape |= {"SWAP": True, "num_warps": 4, "num_stages": 4 if rows < 64 else 3}
-    else:
-        shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64}
-        shape |= {"SWAP": False, "num_warps": 8, "num_stages": 3}
-    splits = 1
-    if few:  # about two programs for each of a large GPU's processors, each with work to pipeline
-        tiles = cdiv(case.N, shape["BLOCK_N"])
-        while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
-            splits *= 2
-    return Tile(**shape, SPLITS=splits, GROUP=8)
+        few = tokens <= 64
+        shape = (16, 32, 64, 4, 2) if few else (32, 128, 64, 4, 2)
+        return _square(shape).but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
+    if tokens <= STREAMED:
+        shape = next(s for s in STREAMING if s[0] == _rows(tokens))
+        return _streaming(case, shape, PROGRAMS[0])
+    return _square(SQUARE[0])
 
 
 def _tiles(case: Case) -> list[Tile]:
-    base = Tile(GROUP=8, SPLITS=1, num_warps=4)
     if case.ieee:
+        base = Tile(GROUP=8, SWAP=False, num_warps=4, num_stages=2)
         return [
-            base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SWAP=False, SPLITS=s, num_stages=2)
-            for t in IEEE_ROWS
-            for n in (32, 64, 128)
+            base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SPLITS=s)
+            for t, n, s in ((16, 32, 8), (16, 32, 4), (16, 64, 8), (32, 64, 4), (32, 128, 1))
             for k in (32, 64)
-            for s in (1, 4, 8)
         ]
-    decode = [
-        base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SWAP=True, SPLITS=s, num_stages=g)
-        for t in (16, 32, 64)
-        for n in (64, 128)
-        for k in (64, 128)
-        for s in (1, 2, 4, 8)
-        for g in (3, 5)
-        if (t + n) * k * 2 * g <= 200 * 1024 and 256 * s <= case.K
-    ]
-    prefill = [
-        base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, SWAP=False, num_warps=w, num_stages=g, GROUP=p)
-        for t, n, w in ((64, 128, 4), (128, 128, 4), (128, 128, 8), (128, 256, 8), (256, 128, 8))
-        for g in (3, 4)
-        for p in (4, 8)
-    ]
-    return decode + prefill
+    streaming = [_streaming(case, shape, p) for shape in STREAMING for p in PROGRAMS]
+    return [*dict.fromkeys(streaming), *map(_square, SQUARE)]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if tile["SWAP"]:
+        return tokens <= STREAMED and tile["BLOCK_T"] == _rows(tokens)
+    if tile["BLOCK_T"] <= 32:  # fp32
+        return tokens <= 64 or tile["BLOCK_T"] == 32
+    return tokens > STREAMED // 2
 
 
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
@@ -326,9 +359,10 @@ MATMUL = KernelSpec(
     kernels=(_matmul, _sum_splits),
     cases=_cases,
     small=[Case(N=80, K=64, ieee=0), Case(N=37, K=51, ieee=0), Case(N=33, K=1100, ieee=1)],
-    tokens=(1, 4, 16, 32, 64, 128, 256, 1024, 4096, 16384),
+    tokens=(1, 16, 32, 64, 128, 256, 512, 2048, 8192),
     make=_make,
     tiles=_tiles,
+    suits=_suits,
     default=_default,
     cost=_cost,
     small_tokens=(0, 1, 3, 17, 130),

@@ -147,7 +147,8 @@ class KernelSpec:
     the buckets of the token axis. `make` returns the op's keyword arguments; `mutates` names those
     written in place, `per_token` those with one row a token (the tests poison rows of them), and
     `strided` those whose row stride is free (the tests embed them in wider, misaligned tensors).
-    `terms` is the length of the longest sum behind one output element.
+    `terms` is the length of the longest sum behind one output element. `suits` says which tiles the
+    sweep measures at a number of tokens.
     """
 
     op: "Op[..., Any]"
@@ -166,6 +167,7 @@ class KernelSpec:
     per_token: Sequence[str] = ()
     strided: Sequence[str] = ()
     terms: Callable[[Case], int] = lambda case: 1
+    suits: Callable[[Tile, int], bool] = lambda tile, tokens: True
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
 
