@@ -35,6 +35,7 @@ from nemotriton.kernels.moe_experts_quant import (
     run_experts_nvfp4_ref,
 )
 from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
+from nemotriton.kernels.numerics import philox_ref
 from nemotriton.kernels.quantize import (
     quantize_fp8,
     quantize_fp8_ref,
@@ -65,7 +66,6 @@ from nemotriton.kernels.rms_norm_quant import (
 )
 from nemotriton.kernels.sample import (
     Logprobs,
-    philox_ref,
     sample_tokens,
     sample_tokens_ref,
     token_logprobs,
@@ -77,13 +77,17 @@ from nemotriton.kernels.ssd import (
     ssd_prefill_ref,
     ssd_scan_ref,
 )
+from nemotriton.kernels.ssm_state import STATE_FORMATS, StateFormat, StateNoise
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
 from nemotriton.kernels.verify import Verdict, verify_drafts, verify_drafts_ref
 
 __all__ = [
+    "STATE_FORMATS",
     "Logprobs",
     "Routing",
+    "StateFormat",
+    "StateNoise",
     "Verdict",
     "add_rms_norm",
     "add_rms_norm_fp8",

@@ -10,6 +10,7 @@ import triton.language as tl
 
 # above this softplus(x) is x to the last bit of fp32, and exp would only come nearer to overflow
 SOFTPLUS_LINEAR = tl.constexpr(20.0)
+WORD = 2**32 - 1  # all bits of a random word
 
 
 @triton.jit
@@ -51,3 +52,16 @@ def relu2(x):
 def relu2_ref(x: torch.Tensor) -> torch.Tensor:
     """Twin of `relu2`."""
     return torch.relu(x).square()
+
+
+def philox_ref(
+    seed: torch.Tensor, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Philox4x32-10: four random words (int64 in 0..2^32-1) of a 64-bit key and four words."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps as the 64-bit product must
+        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.numerics import WORD, philox_ref
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -40,23 +41,8 @@ from nemotriton.kernels.thresholds import (
     sampling_args,
 )
 
-WORD = 2**32 - 1
-
 
 # --------------------------------------------------------------------------------- sample_tokens
-def philox_ref(
-    seed: torch.Tensor, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10: four random words (int64 in 0..2^32-1) of a 64-bit key and four words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps as the 64-bit product must
-        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
-        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-    return c0, c1, c2, c3
-
-
 def gumbel_ref(seeds: torch.Tensor, positions: torch.Tensor, V: int) -> torch.Tensor:
     """The noise g [R, V] float64 of rows with these seeds and positions [R]."""
     quad = torch.arange((V + 3) // 4, device=seeds.device)
