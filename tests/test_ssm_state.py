@@ -14,7 +14,7 @@ from nemotriton.kernels.ssm_state import (
     state_noise_ref,
 )
 
-EVERY = torch.arange(1 << 16)  # all noise there is
+EVERY = torch.arange(1 << 13, dtype=torch.int32)  # all noise there is
 
 
 def generator(seed: int) -> torch.Generator:
@@ -23,37 +23,27 @@ def generator(seed: int) -> torch.Generator:
 
 @pytest.mark.parametrize("exponent", [-26, -25, -24, -20, -15, -14, -13, 0, 7, 15])
 def test_the_mean_over_all_noise_is_the_number(exponent: int) -> None:
-    """fp16: exact for normal numbers, within 2^-17 of the spacing for subnormal ones."""
-    for mantissa in (1.0, 1.25, 1.333251953125, 1.5, 1.99853515625):
+    """Exactly for normal numbers, to 2^-14 of fp16's spacing for subnormal ones."""
+    for mantissa in (1.0, 1.25, 1.333251953125, 1.5, 1.0001220703125, 1.99853515625):
         for x in (mantissa * 2.0**exponent, -mantissa * 2.0**exponent):
             h = torch.tensor(x, dtype=torch.float32).expand(len(EVERY))
             stored, _ = round_state_ref(h, torch.float16, EVERY)
             mean = stored.double().mean().item()
             spacing = 2.0 ** max(exponent - 10, -24)
-            assert abs(mean - x) <= (0 if exponent >= -14 else 2.0**-17 * spacing)
+            assert abs(mean - x) <= (0 if exponent >= -14 else 2.0**-14 * spacing)
             assert set(stored.unique().tolist()) <= {
                 math.floor(x / spacing) * spacing,
                 math.ceil(x / spacing) * spacing,
             }
 
 
-@pytest.mark.parametrize("dtype", CODE_MAX)
-def test_the_mean_of_codes_is_the_number(dtype: torch.dtype) -> None:
-    row = torch.tensor([1.0, 0.3, -0.7, 1e-3, -1e-5, 0.0, 0.999, -1.0])
-    h = row.expand(len(EVERY), -1)
-    stored, scales = round_state_ref(h, dtype, EVERY[:, None].expand_as(h))
-    mean = restore_state_ref(stored, scales, torch.float64).mean(0)
-    quantum = 1.0 / CODE_MAX[dtype]
-    assert (mean - row.double()).abs().max() <= 2.0**-17 * quantum + 1e-7
-
-
 def test_noise_is_uniform_and_of_its_place_alone() -> None:
-    """Chi-square over 256 bins of high and of low bytes; no value of one element is another's."""
+    """Chi-square over 64 bins of high and of low bits; no value of one element is another's."""
     noise = state_noise_ref(seed=-7, position=3, layer=5, rows=512, N=128)
-    for byte in (noise >> 8, noise & 255):
-        counts = byte.flatten().bincount(minlength=256).double()
-        expected = noise.numel() / 256
-        assert ((counts - expected) ** 2 / expected).sum() < 255 + 5 * math.sqrt(2 * 255)
+    for part in (noise >> 7, noise & 63):
+        counts = part.flatten().bincount(minlength=64).double()
+        expected = noise.numel() / 64
+        assert ((counts - expected) ** 2 / expected).sum() < 63 + 5 * math.sqrt(2 * 63)
     for other in (
         state_noise_ref(-8, 3, 5, 512, 128),
         state_noise_ref(-7, 4, 5, 512, 128),
@@ -61,7 +51,7 @@ def test_noise_is_uniform_and_of_its_place_alone() -> None:
         noise.roll(1, 0),
         noise.roll(1, 1),
     ):
-        centred, against = noise.double() - 32767.5, other.double() - 32767.5
+        centred, against = noise.double() - 4095.5, other.double() - 4095.5
         assert (noise == other).double().mean() < 1e-3
         assert abs((centred * against).mean()) / centred.var() < 5 / math.sqrt(noise.numel())
 
@@ -71,7 +61,7 @@ def test_noise_takes_the_halves_of_all_four_words() -> None:
     noise = state_noise_ref(seed=11, position=9, layer=2, rows=2, N=20)
     one = torch.ones((), dtype=torch.int64)
     words = philox_ref(one * 11, (one * 4, one * 3, one * 9, one * 0))  # row 1, group 1
-    want = [half for w in words for half in (int(w) & 0xFFFF, int(w) >> 16)]
+    want = [half for w in words for half in (int(w) & 0x1FFF, int(w) >> 16 & 0x1FFF)]
     assert noise[1, 8:16].tolist() == want
 
 
@@ -100,7 +90,7 @@ def test_extremes(name: str) -> None:
     fmt = STATE_FORMATS[name]
     big, tiny = 3.4e38, 1e-45
     rows = torch.tensor([[big, -big, 1, 0], [0, 0, 0, 0], [tiny, -tiny, 0, 0]]).repeat(1, 2)
-    noise = EVERY[:24].view(3, 8) * 2700 if fmt.stochastic else None
+    noise = EVERY[:24].view(3, 8) * 340 if fmt.stochastic else None
     back = restore_state_ref(*round_state_ref(rows, fmt.dtype, noise))
     most = big if fmt.scaled else 65504.0
     assert torch.allclose(back[0, :2], torch.tensor([most, -most]), rtol=1e-6)

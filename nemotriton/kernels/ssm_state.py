@@ -2,24 +2,26 @@
 
 A row is the N numbers of one (head, p) of a state [H, P, N]. It is stored as
 
-    float32, bfloat16           nearest
-    float16                     nearest, or stochastic
+    float32, bfloat16, float16  the nearest number of the format
+    float16-sr                  one of the two fp16 numbers around h: stochastic rounding
     int16, int8                 code = round(h / scale), scale = max |row| / 32767 or / 127: one
-                                fp32 a row; nearest, or stochastic
+                                fp32 a row
 
-Stochastic rounding takes the upper of the two neighbours with the probability of what lies below:
-its mean is h, so that many small increments do not get lost between two stored numbers. The noise
-is 16 bits an element, drawn by Philox4x32-10 (Salmon et al. 2011) with the request's seed as key
-and the counter (row * ceil(N / 8) + n div 8, 1 + layer, position, 0): n mod 8 picks the half of the
-word, low halves first. So it depends on the request, the layer, the position of the token behind
-which the state is stored and the element, never on the batch, the slot or the number of launches:
-the same position rounds alike whether decoded, verified again after a rollback, or replayed. (The
-sampler's counters have 0 where these have 1 + layer.)
+Stochastic rounding takes the upper neighbour with the probability of the part that lies above the
+lower one. So its mean is h, and increments smaller than half a spacing, which rounding to the
+nearest drops every time, count on average. The noise is 13 bits an element, as many as fp16 drops
+of fp32; subnormal numbers too are rounded to 13 bits below fp16's spacing first. It is drawn by
+Philox4x32-10 (Salmon et al. 2011) with the request's seed as key and the counter
+(row * ceil(N / 8) + n div 8, 1 + layer, position, 0): n mod 8 picks the half of a word, low halves
+first. So it depends on the request, the layer, the position of the token behind which the state is
+stored and the element, never on the batch, the slot or the number of launches: a position rounds
+alike whether it is decoded, verified again after a rollback, or replayed. (The sampler's counters
+have 0 where these have 1 + layer.)
 
-Beyond what a format holds the state saturates; NaN stays NaN, in scaled rows as a NaN of the whole
-row, and so does an infinite element of one. A scale too small for fp32's normal numbers makes the
-row zeros. Rows are rounded whole, as fp32 tiles [R, BLOCK_N] with zeros beyond N, BLOCK_N a power
-of two (at least 8 for stochastic rounding).
+Beyond what fp16 holds the state saturates; NaN stays NaN. In a scaled row it makes NaN of the whole
+row, and so does an infinite element. A scale below fp32's normal numbers makes the row zeros. Rows
+are rounded whole, as fp32 tiles [R, BLOCK_N] with zeros beyond N, BLOCK_N a power of two (at least
+8 for stochastic rounding).
 
 The twins are bit-equal to the jit functions. Given doubles stored as doubles they round nothing.
 """
@@ -39,7 +41,14 @@ FP16_MAX = tl.constexpr(65504.0)
 TINY = tl.constexpr(2.0**-126)  # the smallest normal fp32
 CODE_MAX = {torch.int16: 32767, torch.int8: 127}
 _INT16_MAX, _INT8_MAX = tl.constexpr(32767.0), tl.constexpr(127.0)
-_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits behind the point
+# adding 1.5 * 2^23 to a small number leaves no bits behind the point: its low bits are the integer
+_UNIT = tl.constexpr(12582912.0)
+_DROPPED = tl.constexpr(0x1FFF)  # the bits of fp32 that fp16 has not
+_SIGN = tl.constexpr(-(2**31))
+# 2^-14, the smallest normal fp16 number: added to a smaller one it fixes the exponent, so that the
+# same bits are dropped
+_PIN = tl.constexpr(2.0**-14)
+_PIN_BITS = tl.constexpr(0x38800000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +108,11 @@ def check_state(
     else:
         require(scales is None, f"a state of {state.dtype} has no scales")
     if noise is not None:
-        stochastic = (torch.float16, torch.float64, *CODE_MAX)  # float64: the oracle's, unrounded
+        # float64 is the oracle's, which rounds nothing
         require(
-            state.dtype in stochastic and state.shape[-1] >= 8,
-            f"stochastic rounding is for fp16, int16 and int8 states of 8 or more columns, not "
-            f"{state.dtype} of {state.shape[-1]}",
+            state.dtype in (torch.float16, torch.float64) and state.shape[-1] >= 8,
+            f"stochastic rounding is for fp16 states of 8 or more columns, not {state.dtype} of "
+            f"{state.shape[-1]}",
         )
         for name, value, dtype in (
             ("seeds", noise.seeds, torch.int64),
@@ -124,15 +133,15 @@ def state_noise_ref(
     N: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Twin of `state_noise` for rows 0 .. rows-1: int64 [rows, N] in 0 .. 65535."""
+    """Twin of `state_noise` for rows 0 .. rows-1: int32 [rows, N] in 0 .. 8191."""
     groups = -(-N // NOISE_GROUP.value)
     counter = torch.arange(rows * groups, device=device)
     same = torch.zeros_like(counter)
     words = torch.stack(
         philox_ref(same + seed, (counter, same + 1 + layer, same + position, same)), -1
     )
-    halves = torch.stack((words & 0xFFFF, words >> 16), -1)
-    return halves.reshape(rows, -1)[:, :N]
+    halves = torch.stack((words, words >> 16), -1).reshape(rows, -1)
+    return (halves & _DROPPED.value).int()[:, :N]
 
 
 def round_state_ref(
@@ -140,33 +149,21 @@ def round_state_ref(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Twin of `round_state`: rows h [..., N] fp32 -> (elements of `dtype`, scales [...] or None).
 
-    noise: 0 .. 65535 as h, from `state_noise_ref`; None rounds to the nearest."""
+    noise: 0 .. 8191 as h, from `state_noise_ref`, for fp16; None rounds to the nearest."""
     if dtype == torch.float64:
         return h.double(), None
     if dtype in CODE_MAX:
         scale = h.abs().amax(-1) / CODE_MAX[dtype]
         inverse = torch.where(scale >= TINY.value, 1.0 / scale, 0.0)
-        v = h * inverse[..., None]
-        v = v.round() if noise is None else _round_up_or_down_ref(v, noise)
-        return v.clamp(-CODE_MAX[dtype], CODE_MAX[dtype]).nan_to_num(0.0).to(dtype), scale
+        return (h * inverse[..., None]).round().nan_to_num(0.0).to(dtype), scale
     if dtype != torch.float16:
         return h.to(dtype), None
     h = h.clamp(-FP16_MAX.value, FP16_MAX.value)
-    if noise is None:
-        return h.to(dtype), None
-    exponent = h.view(torch.int32) & 0x7F800000
-    exponent = exponent.clamp_min(113 << 23)  # below it the spacing stays 2^-24
-    spacing = (exponent - (10 << 23)).view(torch.float32)
-    per_unit = ((137 << 23) - (exponent - (127 << 23))).view(torch.float32)
-    return (_round_up_or_down_ref(h * per_unit, noise) * spacing).to(dtype), None
-
-
-def _round_up_or_down_ref(v: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    magnitude = v.abs()
-    low = magnitude.floor()
-    up = magnitude - low > (noise.to(v.dtype) + 0.5) * 2.0**-16
-    magnitude = low + up.to(v.dtype)
-    return torch.where(v < 0, -magnitude, magnitude)
+    if noise is not None:
+        pin = torch.where(h.abs() < _PIN.value, torch.full_like(h, _PIN.value).copysign(h), 0.0)
+        bits = ((h + pin).view(torch.int32) + noise) & ~_DROPPED.value
+        h = torch.where(h.isnan(), h, bits.view(torch.float32) - pin)
+    return h.to(dtype), None
 
 
 def restore_state_ref(
@@ -210,7 +207,7 @@ def store_state(stored, scale, state_at, scales_ptr, scale_offsets, mask, mask_r
 
 @triton.jit
 def state_noise(seed, position, layer, rows, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Noise of whole rows: int32 [R, BLOCK_N] in 0 .. 65535.
+    """Noise of whole rows: int32 [R, BLOCK_N] in 0 .. 8191.
 
     seed int64, position (of the token behind which the state is stored) and layer: scalars. rows
     [R]: head * P + p. Eight elements share a call of Philox."""
@@ -221,7 +218,7 @@ def state_noise(seed, position, layer, rows, N: tl.constexpr, BLOCK_N: tl.conste
     c1, c2 = zero + (layer + 1).to(tl.uint32), zero + position.to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, counter, c1, c2, zero)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    halves = tl.join(words & 0xFFFF, words >> 16)
+    halves = tl.join(words & _DROPPED, (words >> 16) & _DROPPED)
     return tl.reshape(halves, [rows.shape[0], BLOCK_N]).to(tl.int32)
 
 
@@ -230,41 +227,32 @@ def round_state(h, state_ptr, scales_ptr, noise):
     """Rows h fp32 [R, BLOCK_N] as they are stored: (elements of state_ptr's type, scales [R]).
 
     scales_ptr: None for an unscaled format, whose scales are a meaningless scalar. noise: int32 of
-    h's shape from `state_noise`, or None to round to the nearest."""
+    h's shape from `state_noise`, for fp16; None rounds to the nearest."""
     element: tl.constexpr = state_ptr.dtype.element_ty
     scale = tl.full((), 1.0, tl.float32)
     if scales_ptr is not None:
         most: tl.constexpr = _INT8_MAX if element == tl.int8 else _INT16_MAX
         # as integers, since their maximum lets NaN win
-        bits = tl.max(h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-        scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.zeros_like(bits) + most)
+        peak = tl.max(h.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(peak, tl.full(peak.shape, most, tl.float32))
         some = scale >= TINY
         inverse = tl.where(some, tl.div_rn(1.0, tl.where(some, scale, 1.0)), 0.0)
-        v = h * inverse[:, None]
-        if noise is None:
-            v = (v + _HALF) - _HALF
-        else:
-            v = _round_up_or_down(v, noise)
-        stored = tl.minimum(tl.maximum(v, -most), most).to(tl.int32).to(element)
+        stored = (h * inverse[:, None] + _UNIT).to(tl.int32, bitcast=True).to(element)
     elif element == tl.float16:
         h = tl.where(h > FP16_MAX, FP16_MAX, tl.where(h < -FP16_MAX, -FP16_MAX, h))
         if noise is not None:
-            exponent = tl.maximum(h.to(tl.int32, bitcast=True) & 0x7F800000, 113 << 23)
-            spacing = (exponent - (10 << 23)).to(tl.float32, bitcast=True)
-            per_unit = ((137 << 23) - (exponent - (127 << 23))).to(tl.float32, bitcast=True)
-            h = _round_up_or_down(h * per_unit, noise) * spacing
+            h = _round_up_or_down(h, noise)
         stored = h.to(element)
     else:
-        tl.static_assert(noise is None, "stochastic rounding is for fp16, int16 and int8")
+        tl.static_assert(noise is None, "stochastic rounding is for fp16")
         stored = h.to(element)
     return stored, scale
 
 
 @triton.jit
-def _round_up_or_down(v, noise):
-    """To one of the two integers around v, up with the probability of its fraction to 2^-16."""
-    magnitude = tl.abs(v)
-    low = tl.floor(magnitude)
-    up = magnitude - low > (noise.to(tl.float32) + 0.5) * 0.0000152587890625  # 2^-16
-    magnitude = low + tl.where(up, 1.0, 0.0)
-    return tl.where(v < 0, -magnitude, magnitude)
+def _round_up_or_down(h, noise):
+    """One of the two fp16 numbers around h, up with the probability of what fp16 drops."""
+    pin = ((h.to(tl.int32, bitcast=True) & _SIGN) | _PIN_BITS).to(tl.float32, bitcast=True)
+    pin = tl.where(tl.abs(h) < _PIN, pin, 0.0)
+    bits = ((h + pin).to(tl.int32, bitcast=True) + noise) & ~_DROPPED
+    return tl.where(h == h, bits.to(tl.float32, bitcast=True) - pin, h)
