@@ -9,10 +9,10 @@ residual [T, N]; y [T, N] in x's dtype or `out_dtype` (fp32 logits from bf16 inp
 bf16 and fp16 products are summed in fp32 on tensor cores. Where either side is fp32, as in the
 router, both are widened and multiplied in fp32 (no tf32).
 
-Few tokens are a matter of streaming the weight: it stands on the tensor core's long side
-(SWAP) and K is split over programs (SPLITS), whose partial sums a second kernel adds in a fixed
-order. Many tokens take square tiles in an order that keeps both operands in L2 (GROUP). Within one
-form the order of a row's sum does not depend on how many rows there are.
+A few tokens are a matter of streaming the weight (`gemm_stream`). For some more it still stands on
+the tensor core's long side (SWAP), and K is split over programs (SPLITS), whose partial sums a
+second kernel adds in a fixed order. Many tokens take square tiles in an order that keeps both
+operands in L2 (GROUP). Within one form a row's sum does not depend on how many rows there are.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,16 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
-from nemotriton.kernels.numerics import relu2, relu2_ref
+from nemotriton.kernels.gemm_stream import (
+    STREAM_TOKENS,
+    _stream,
+    finish,
+    stream,
+    stream_suits,
+    stream_tile,
+    stream_tiles,
+)
+from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -61,19 +70,6 @@ def matmul_ref(
 
 
 # ---------------------------------------------------------------------------------------- kernels
-@triton.jit
-def _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2: tl.constexpr):
-    """Epilogue and store of sums for tokens t and outputs n, of shapes that broadcast to acc's."""
-    mask = (t < T) & (n < N)
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if RELU2:
-        acc = relu2(acc)
-    if r_ptr is not None:
-        acc += tl.load(r_ptr + t * r_stride + n, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + t * N + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _matmul(
     x_ptr, w_ptr, b_ptr, r_ptr, y_ptr,
@@ -118,7 +114,7 @@ def _matmul(
 
     y_ptr += split * T * N  # one plane of partial sums a split
     t, n = (t[None, :], n[:, None]) if SWAP else (t[:, None], n[None, :])
-    _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
+    finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -136,7 +132,7 @@ def _sum_splits(
     for _ in tl.static_range(SPLITS):
         acc += tl.load(part, mask=n < N, other=0.0)
         part += T.to(tl.int64) * N
-    _finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
+    finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
 
 
 # -------------------------------------------------------------------------------------------- op
@@ -156,6 +152,9 @@ def matmul(
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
     ieee = torch.float32 in (x.dtype, weight.dtype)
     tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(ieee))
+    if "STREAM" in tile and not ieee:
+        stream(x, weight, (None, None), bias, epilogue == "relu2", residual, y, tile)
+        return y
     block_k = int(tile["BLOCK_K"])
     tile = tile.but(SPLITS=min(int(tile["SPLITS"]), cdiv(K, block_k)))
     splits = int(tile["SPLITS"])
@@ -261,21 +260,16 @@ def _some(*parts: Any) -> Iterator[Any]:
     return (p for p in parts if p is not None)
 
 
-# Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not: the
-# router's tiles have 16 or 32
-# (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages): the weight streams past a few tokens, ...
-STREAMING = (
-    (16, 64, 128, 4, 4),
-    (16, 128, 64, 4, 5),
-    (16, 64, 256, 4, 3),
-    (32, 64, 128, 4, 3),
+# (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages): the weight is the tall operand and read once,
+SWAPPED = (
+    (16, 64, 128, 4, 3),
     (32, 128, 64, 4, 4),
     (64, 128, 64, 4, 4),
     (64, 64, 128, 4, 3),
     (128, 64, 64, 4, 4),
     (128, 128, 64, 8, 3),
 )
-# ... or both operands are reused
+# or both operands are reused
 SQUARE = (
     (128, 128, 64, 8, 3),
     (128, 128, 64, 4, 4),
@@ -283,8 +277,8 @@ SQUARE = (
     (128, 256, 64, 8, 4),
     (64, 256, 64, 4, 4),
 )
-STREAMED = 128  # tokens up to which the weight is read once
-PROGRAMS = (250, 500)  # that splitting K aims at: two or four for each of a large GPU's processors
+SWAP_TOKENS = 128
+PROGRAMS = (132, 264)  # that splitting K aims at: one or two for each of a large GPU's processors
 
 
 def _splits(case: Case, block_n: int, programs: int) -> int:
@@ -297,7 +291,7 @@ def _splits(case: Case, block_n: int, programs: int) -> int:
     return splits
 
 
-def _streaming(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
+def _swapped(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
     t, n, k, warps, stages = shape
     tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
     return tile.but(SWAP=True, GROUP=8, SPLITS=_splits(case, n, programs))
@@ -309,20 +303,18 @@ def _square(shape: tuple[int, ...]) -> Tile:
     return tile.but(SWAP=False, GROUP=8, SPLITS=1)
 
 
-def _rows(tokens: int) -> int:
-    """Rows of the tile that holds a few tokens."""
-    return max(16, min(128, next_pow2(tokens)))
-
-
 def _default(case: Case, tokens: int) -> Tile:
-    """Sane on Hopper and Blackwell without tuning; within 100 KB of shared memory."""
-    if case.ieee:  # no tensor core: small tiles
+    """Good on Hopper and sane on Blackwell without tuning; within 100 KB of shared memory."""
+    # fp32: Triton 3.6 and 3.7 turn a dot of 64 or more rows into tf32 on sm_100, "ieee" or not
+    if case.ieee:
         few = tokens <= 64
         shape = (16, 32, 64, 4, 2) if few else (32, 128, 64, 4, 2)
         return _square(shape).but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
-    if tokens <= STREAMED:
-        shape = next(s for s in STREAMING if s[0] == _rows(tokens))
-        return _streaming(case, shape, PROGRAMS[0])
+    if tokens <= STREAM_TOKENS:
+        return stream_tile(case.N, tokens, 2)
+    if tokens <= SWAP_TOKENS:
+        shape = next(s for s in SWAPPED if s[0] == next_pow2(tokens))
+        return _swapped(case, shape, PROGRAMS[0])
     return _square(SQUARE[0])
 
 
@@ -334,17 +326,19 @@ def _tiles(case: Case) -> list[Tile]:
             for t, n, s in ((16, 32, 8), (16, 32, 4), (16, 64, 8), (32, 64, 4), (32, 128, 1))
             for k in (32, 64)
         ]
-    streaming = [_streaming(case, shape, p) for shape in STREAMING for p in PROGRAMS]
-    return [*dict.fromkeys(streaming), *map(_square, SQUARE)]
+    swapped = [_swapped(case, shape, p) for shape in SWAPPED for p in PROGRAMS]
+    return [*stream_tiles(2), *dict.fromkeys(swapped), *map(_square, SQUARE)]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
+    if "STREAM" in tile:
+        return stream_suits(tile, tokens)
     if tile["SWAP"]:
-        return tokens <= STREAMED and tile["BLOCK_T"] == _rows(tokens)
+        return tile["BLOCK_T"] == max(16, next_pow2(tokens))
     if tile["BLOCK_T"] <= 32:  # fp32
         return tokens <= 64 or tile["BLOCK_T"] == 32
-    return tokens > STREAMED // 2
+    return tokens > SWAP_TOKENS // 2
 
 
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
@@ -356,10 +350,10 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 MATMUL = KernelSpec(
     terms=lambda case: case.K,
     op=matmul,
-    kernels=(_matmul, _sum_splits),
+    kernels=(_matmul, _sum_splits, _stream),
     cases=_cases,
     small=[Case(N=80, K=64, ieee=0), Case(N=37, K=51, ieee=0), Case(N=33, K=1100, ieee=1)],
-    tokens=(1, 16, 32, 64, 128, 256, 512, 2048, 8192),
+    tokens=(1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192),
     make=_make,
     tiles=_tiles,
     suits=_suits,

@@ -29,7 +29,8 @@ from nemotriton.kernels.fp4 import (
     nvfp4_round_ref,
     nvfp4_values_ref,
 )
-from nemotriton.kernels.gemm import _finish, _sum_splits, check_rows
+from nemotriton.kernels.gemm import _sum_splits, check_rows
+from nemotriton.kernels.gemm_stream import finish
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
     Args,
@@ -150,7 +151,7 @@ def _matmul_quant(
     if input_scale_ptr is not None:
         scale *= tl.load(input_scale_ptr)
     y_ptr += split * T * N  # one plane of partial sums a split
-    _finish(acc * scale, b_ptr, r_ptr, y_ptr, t[:, None], n[None, :], T, N, r_stride, RELU2)
+    finish(acc * scale, b_ptr, r_ptr, y_ptr, t[:, None], n[None, :], T, N, r_stride, RELU2)
 
 
 # -------------------------------------------------------------------------------------------- ops

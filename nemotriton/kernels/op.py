@@ -37,6 +37,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 _FORCED: ContextVar[Mapping[str, str]] = ContextVar("forced implementations", default=_NONE)
 _TILES: ContextVar[Mapping[str, "Tile"]] = ContextVar("forced tiles", default=_NONE)
 _COMPILED: ContextVar["list[Compiled] | None"] = ContextVar("compile only", default=None)
+_TARGET: ContextVar[int] = ContextVar("compute capability compiled for", default=0)
 OPS: dict[str, "Op[..., Any]"] = {}
 SPECS: dict[str, "KernelSpec"] = {}
 
@@ -325,14 +326,26 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
     previous = driver._active if hasattr(driver, "_active") else None
     driver.set_active(_stub_driver(arch))
     done: list[Compiled] = []
-    token = _COMPILED.set(done)
+    token, target_token = _COMPILED.set(done), _TARGET.set(arch)
     clear_compiled()
     try:
         yield done
     finally:
         _COMPILED.reset(token)
+        _TARGET.reset(target_token)
         clear_compiled()
         driver.set_active(previous)
+
+
+def target(where: torch.device) -> int:
+    """Compute capability (90, 100, ...) that kernels on `where` are compiled for; 0 where they are
+    interpreted, or where there are none."""
+    if INTERPRET:
+        return 0
+    if where.type == "cuda":
+        major, minor = device.info(where).capability
+        return 10 * major + minor
+    return _TARGET.get()
 
 
 def clear_compiled() -> None:

@@ -1,0 +1,183 @@
+"""The streaming form of y = epilogue(scale * (x W^T) + bias): a few tokens, the weight read once.
+
+Such a product costs what reading W costs. A program takes BLOCK_N rows of W over all of K; each of
+its warps (SLICES of them) multiplies its own BLOCK_K columns of every step, as one matrix of a
+batched product, and the warps' sums are added at the end in a fixed order. So there are enough
+programs and warps to keep the memory busy without parts of K in other programs, whose sums would
+need a second kernel. W is the tensor core's long side, tokens the short one; mma.sync takes both
+operands from registers, so that e4m3 numbers become 16-bit ones on the way.
+
+x [T, K] with a free row stride, bf16 or fp16; W [N, K] in x's dtype, or e4m3 as bytes. A row's sum
+depends on the tile, never on the number of rows. With ASM a NaN among e4m3 weights counts as 480.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.kernels.fp4 import e4m3_decode
+from nemotriton.kernels.numerics import relu2
+from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2, target
+
+
+@triton.jit
+def finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2: tl.constexpr):
+    """Epilogue and store of sums for tokens t and outputs n, of shapes that broadcast to acc's."""
+    mask = (t < T) & (n < N)
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    if RELU2:
+        acc = relu2(acc)
+    if r_ptr is not None:
+        acc += tl.load(r_ptr + t * r_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + t * N + n, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _e4m3_to_bf16(byte):
+    """bf16 of e4m3 bytes, four to a register: 5 instructions for two. They do not interact, so it
+    is all the same which four the compiler packs together."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 wide, low, unit;
+        mov.b32 unit, 0x7b807b80;
+        prmt.b32 wide, $2, 0, 0x1404;
+        shr.b32 low, wide, 4;
+        and.b32 low, low, 0x07f007f0;
+        lop3.b32 low, wide, 0x80008000, low, 0xEA;
+        mul.rn.bf16x2 $0, low, unit;
+        prmt.b32 wide, $2, 0, 0x3424;
+        shr.b32 low, wide, 4;
+        and.b32 low, low, 0x07f007f0;
+        lop3.b32 low, wide, 0x80008000, low, 0xEA;
+        mul.rn.bf16x2 $1, low, unit;
+        }""",
+        "=r,=r,r",
+        [byte],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_to(byte, dtype: tl.constexpr, ASM: tl.constexpr):
+    """e4m3 bytes as numbers of a 16-bit or 32-bit dtype; ASM: by what sm_90 and later do best."""
+    if ASM and dtype == tl.bfloat16:
+        return _e4m3_to_bf16(byte)
+    elif ASM:
+        return byte.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        return e4m3_decode(byte.to(tl.int32)).to(dtype)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _stream(
+    x_ptr, w_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
+    x_stride, w_stride, r_stride, T, N, K,
+    RELU2: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of BLOCK_T tokens, over STEPS steps of SLICES * BLOCK_K columns."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = pid // tiles_n * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    # rows of x past the end are not read; rows of W past the end repeat the last one
+    live = (t < T)[None, None, :]
+    x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]  # [SLICES, BLOCK_K, BLOCK_T]
+    w_rows = w_ptr + tl.minimum(n, N - 1) * w_stride
+    w_at = w_rows[None, :, None] + k[:, None, :]  # [SLICES, BLOCK_N, BLOCK_K]
+
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
+    for step in range(STEPS):
+        if EVEN_K:
+            w = tl.load(w_at)
+            x = tl.load(x_at, mask=live, other=0.0)
+        else:
+            left = k + step * (SLICES * BLOCK_K) < K
+            w = tl.load(w_at, mask=left[:, None, :], other=0)
+            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
+        if w_ptr.dtype.element_ty == tl.uint8:
+            w = e4m3_to(w, x_ptr.dtype.element_ty, ASM)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        w_at += SLICES * BLOCK_K
+        x_at += SLICES * BLOCK_K
+
+    y = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_T]
+    if weight_scale_ptr is not None:
+        scale = tl.load(weight_scale_ptr)
+        if input_scale_ptr is not None:
+            scale *= tl.load(input_scale_ptr)
+        y *= scale
+    finish(y, b_ptr, r_ptr, y_ptr, t[None, :], n[:, None], T, N, r_stride, RELU2)
+
+
+def stream(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    bias: torch.Tensor | None,
+    squared: bool,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Launch; scales: the weight's and the input's, for e4m3 bytes."""
+    T, K = x.shape
+    N = weight.shape[0]
+    slices = int(tile["num_warps"])
+    block = int(tile["BLOCK_K"]) * slices
+    grid = (cdiv(N, int(tile["BLOCK_N"])) * cdiv(T, int(tile["BLOCK_T"])),)
+    r_stride = 0 if residual is None else residual.stride(0)
+    shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
+    constants = {"EVEN_K": K % block == 0, "STEPS": cdiv(K, block), "SLICES": slices}
+    asm = target(x.device) >= 90
+    args = (x, weight, *scales, bias, residual, y, *shape)
+    blocks = {k: v for k, v in tile.items() if k != "STREAM"}
+    launch(_stream, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks)
+
+
+# (BLOCK_T, BLOCK_N, columns of a step in bytes of W, num_warps, num_stages): alternatives
+_SHAPES = (
+    (8, 32, 512, 4, 3),
+    (8, 32, 256, 8, 4),
+    (8, 16, 512, 4, 4),
+    (8, 16, 512, 8, 3),
+    (16, 64, 256, 4, 4),
+    (16, 64, 256, 8, 4),
+    (16, 32, 256, 4, 4),
+    (16, 32, 512, 8, 3),
+    (32, 64, 256, 8, 3),
+    (32, 32, 512, 8, 3),
+)
+STREAM_TOKENS = 32  # at most; more are better off with the tensor core's asynchronous form
+
+
+def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
+    """A good tile for up to STREAM_TOKENS tokens: all programs of a middling matrix run at once on
+    a large GPU, each processor with 16 warps or so and tens of kilobytes of W on their way to it,
+    and few enough programs that reading x in each of them does not count."""
+    t = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
+    fewest = 264 if t == 8 else 128  # programs
+    n = next((b for b in (64, 32) if b * fewest <= N and b <= 4 * t), 16)
+    few = cdiv(N, n) < 512
+    step = 16384 if n == 64 or (n == 32 and few) else 8192  # bytes of W
+    return _shape((t, n, step // n, 8 if few else 4, 3 if n == 64 else 4), itemsize)
+
+
+def stream_tiles(itemsize: int) -> list[Tile]:
+    """What else the sweep tries."""
+    return [_shape(shape, itemsize) for shape in _SHAPES]
+
+
+def stream_suits(tile: Tile, tokens: int) -> bool:
+    """Whether a tile is worth measuring at a number of tokens."""
+    return tokens <= STREAM_TOKENS and tile["BLOCK_T"] == max(8, next_pow2(tokens))
+
+
+def _shape(shape: tuple[int, int, int, int, int], itemsize: int) -> Tile:
+    t, n, row, warps, stages = shape
+    tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=row // itemsize // warps)
+    return tile.but(num_warps=warps, num_stages=stages)
