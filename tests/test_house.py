@@ -48,6 +48,7 @@ ORDER = [
             "quantizer",
             "synth",
             "parallel",
+            "packing",
             "layers",
             "mixers",
             "training",

@@ -12,7 +12,7 @@ from nemotriton import device as devices
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
-from nemotriton.engine.precision import find_kv_dtype, kv_notes, weight_notes
+from nemotriton.engine.precision import find_kv_dtype, kv_notes, packing_notes, weight_notes
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
 from nemotriton.model import checkpoint, synth
 from nemotriton.model.config import LayerKind, ModelConfig
@@ -20,6 +20,7 @@ from nemotriton.model.expected import Expected, expected
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
+from nemotriton.model.packing import padding_bytes
 from nemotriton.model.release_schemes import release_scheme
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
@@ -213,7 +214,7 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     plan = make_plan(
         config,
         wishes,
-        weights=weights.nbytes(dtype),
+        weights=weights.nbytes(dtype) + padding_bytes(weights.expected, act_quant, dtype, device),
         available=int(limits.memory * devices.free_memory(device)),
         where=f"{devices.info(device).name} (memory={limits.memory:g})",
     )
@@ -223,6 +224,7 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype)
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
+        *packing_notes(model),
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
     )
     return Placed(model, caches, plan, piece, device, dtype, notes)

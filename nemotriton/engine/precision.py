@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 
 from nemotriton import device as devices
 from nemotriton.errors import ConfigError, require
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
 from nemotriton.model.formats import Algorithm, QuantScheme
+from nemotriton.model.layers import Experts
 
 KV_DTYPES = ("auto", "bf16", "fp8")
 _HAS_E4M3 = (8, 9)  # compute capability
@@ -115,6 +117,19 @@ def weight_notes(
         how = {a: t + integers * (a is not Algorithm.NONE) for a, t in how.items()}
     named = {a: f"{a} " for a in Algorithm} | {Algorithm.NONE: ""}
     return [f"{counts[a]:,} {named[a]}matrices {how[a]}" for a in how if a in counts]
+
+
+def packing_notes(model: nn.Module) -> list[str]:
+    """One line where matrices have left the checkpoint's layout."""
+    layers = [m for m in model.modules() if isinstance(m, Experts) and m.packed]
+    if not layers:
+        return []
+    matrices = sum(2 * layer.up_proj.words.shape[0] for layer in layers)
+    nbytes = sum(m.words.nbytes for layer in layers for m in (layer.up_proj, layer.down_proj))
+    return [
+        f"{matrices:,} NVFP4 expert matrices are repacked for Hopper, {nbytes / 1e9:,.1f} GB, and "
+        "decoded in registers"
+    ]
 
 
 def _name(dtype: torch.dtype) -> str:

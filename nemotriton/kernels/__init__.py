@@ -28,6 +28,10 @@ from nemotriton.kernels.gemm_quant import (
 )
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
+from nemotriton.kernels.moe_experts_packed import (
+    run_experts_packed,
+    run_experts_packed_ref,
+)
 from nemotriton.kernels.moe_experts_quant import (
     run_experts_fp8,
     run_experts_fp8_ref,
@@ -140,6 +144,8 @@ __all__ = [
     "run_experts_fp8_ref",
     "run_experts_nvfp4",
     "run_experts_nvfp4_ref",
+    "run_experts_packed",
+    "run_experts_packed_ref",
     "run_experts_ref",
     "sample_tokens",
     "sample_tokens_ref",

@@ -8,6 +8,9 @@ scheme says. Nothing here computes: the ops do.
     bf16        matmul                       -
     fp8         w8a16                        w8a8: x rounded to e4m3 / input_scale
     nvfp4       w4a16                        w4a4: x rounded to NVFP4 with input_scale as global
+
+Once loaded, weights may take the form that the GPU reads fastest (`packing`); that replaces the
+checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from nemotriton.kernels import (
     run_experts,
     run_experts_fp8,
     run_experts_nvfp4,
+    run_experts_packed,
 )
+from nemotriton.kernels.hopper_pack import pack_hopper
 from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.expected import matrix_parts
 from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
+from nemotriton.model.packing import packs_for_hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,7 @@ class Matrix(nn.Module):
     weight_scale: nn.Parameter
     weight_scale_2: nn.Parameter
     input_scale: nn.Parameter
+    words: nn.Parameter
 
     def __init__(self, rows: int, cols: int, scope: Scope, experts: int = 0) -> None:
         super().__init__()
@@ -85,6 +92,20 @@ class Matrix(nn.Module):
     def used_input_scale(self) -> torch.Tensor | None:
         """The static scale that activations are quantised with, or None."""
         return self.input_scale if self.quantises else None
+
+    def repack(self) -> None:
+        """Put packed `words` in the place of NVFP4 codes and block scales."""
+        words = pack_hopper(self.weight.detach(), self.weight_scale.detach())
+        del self.weight, self.weight_scale
+        self.register_parameter("words", nn.Parameter(words, requires_grad=False))
+
+    def permute_rows(self, order: torch.Tensor) -> None:
+        """Reorder the rows, and with them the product's columns."""
+        for name, part in self.named_parameters(recurse=False):
+            by_row = name in ("weight", "bias") or self.storage is Format.NVFP4
+            if by_row and part.ndim > 0 and part.shape[0] == len(order):
+                raw = part.data.view(torch.uint8) if part.dtype.itemsize == 1 else part.data
+                part.data = raw[order].view(part.dtype)
 
 
 class Linear(Matrix):
@@ -143,7 +164,8 @@ class Experts(nn.Module):
     """The routed experts' two matrices, stacked: up [E, F, L] and down [E, L, F], in one format.
 
     Every expert keeps its own scales. Activations are quantised for both matrices or for none.
-    UnsupportedError where up and down differ in format.
+    UnsupportedError where up and down differ in format. `packed`: the matrices have been repacked
+    for Hopper; then `ordered` may say that x's columns stand in `hopper_pack.k_order`.
     """
 
     def __init__(self, experts: int, width: int, latent: int, scope: Scope) -> None:
@@ -156,12 +178,31 @@ class Experts(nn.Module):
             f"{scope.name}: up_proj is stored as {up} and down_proj as {down}; quantise both "
             "alike, or neither",
         )
+        self.width = width
+        self.quantises = self.up_proj.quantises and self.down_proj.quantises
+        self.packable = (
+            up is Format.NVFP4
+            and not self.quantises
+            and packs_for_hopper(width, latent, scope.dtype, scope.device)
+        )
+        self.packed = self.ordered = False
+
+    def prepare(self) -> None:
+        """Repack the loaded matrices where this GPU wants that, one after the other."""
+        if self.packable and not self.packed:
+            for matrix in (self.up_proj, self.down_proj):
+                matrix.repack()
+            self.packed = True
+            if self.up_proj.words.is_cuda:  # packed tensors do not fit where codes have been
+                torch.cuda.empty_cache()
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, L] -> the weighted sum over each token's experts, [T, L]."""
         up, down = self.up_proj, self.down_proj
-        both = up.quantises and down.quantises
-        inputs = (up.input_scale, down.input_scale) if both else (None, None)
+        if self.packed:
+            words = (up.words, up.weight_scale_2, down.words, down.weight_scale_2)
+            return run_experts_packed(x, *words, self.width, routing, self.ordered)
+        inputs = (up.input_scale, down.input_scale) if self.quantises else (None, None)
         match up.storage:
             case Format.BF16:
                 return run_experts(x, up.weight, down.weight, routing)

@@ -22,6 +22,7 @@ from nemotriton.kernels import (
     ssm_update,
     write_kv,
 )
+from nemotriton.kernels.hopper_pack import k_order
 from nemotriton.model.config import AttentionConfig, LayerKind, MambaConfig, ModelConfig, MoeConfig
 from nemotriton.model.layers import Experts, Linear, RMSNorm, Scope, parameter
 
@@ -261,6 +262,17 @@ class MoeMixer(nn.Module):
         if moe.latent:
             self.fc1_latent_proj = Linear(latent, width, scope.at("fc1_latent_proj"), bias)
             self.fc2_latent_proj = Linear(width, latent, scope.at("fc2_latent_proj"), bias)
+
+    def prepare(self) -> None:
+        """Repack the experts once the weights are in place, where the GPU wants that; a latent
+        projection then gives its columns in the order in which their products read them."""
+        self.experts.prepare()
+        latent = self.fc1_latent_proj
+        if self.experts.packed and not self.experts.ordered and latent is not None:
+            width = self.moe.latent
+            if width and width % 64 == 0:
+                latent.permute_rows(k_order(width, True, latent.weight.device))
+                self.experts.ordered = True
 
     def route(self, x: torch.Tensor) -> Any:
         """The experts and weights of every token of x [T, D] (a `Routing`)."""

@@ -19,7 +19,7 @@ from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
-from nemotriton.model.mixers import MambaMixer, make_mixer
+from nemotriton.model.mixers import MambaMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.training import train_mixer
 
@@ -79,7 +79,7 @@ class NemotronH(nn.Module):
     def prepare(self) -> None:
         """Derive what is computed once from the weights."""
         for module in self.modules():
-            if isinstance(module, MambaMixer):
+            if isinstance(module, MambaMixer | MoeMixer):
                 module.prepare()
 
     def named_tensors(self) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ HEAVY = {
     "run_experts": (1, 5, 64),
     "run_experts_fp8": (1, 5, 64),
     "run_experts_nvfp4": (1, 5, 64),
+    "run_experts_packed": (1, 5, 64),
     "attend_prefill": (5, 300),
     "attend_decode": (1, 5, 64, 300),
     "ssd_prefill": (64, 300),

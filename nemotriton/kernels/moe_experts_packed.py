@@ -1,0 +1,319 @@
+"""Routed NVFP4 experts from words packed for Hopper (`hopper_pack`), activations in 16 bits.
+
+What is computed is `run_experts_nvfp4` without input scales, from the same numbers:
+
+    h[p]   = relu(up_global[e] * (V_up[e] x[t]))^2              fp32, rounded once         [F]
+    row[p] = w[p] * down_global[e] * (V_down[e] h[p])           fp32 (*)                   [L]
+    y[t]   = the K rows of a token, summed in fp32 in one fixed order, rounded once
+
+for pair p = t*K + j of token t and expert e = ids[t, j]. (*) With NARROW, for many tokens, rows are
+rounded to x's dtype before the sum. The kernels are in `moe_packed`; a tile names the blocks of
+both products:
+
+    PAIR      a block is one pair and needs no table: a few tokens
+    else      a block is up to UP_M (DOWN_M) pairs of one expert, see `_prepare`
+    SPLIT     so many programs share the columns of a down tile, where the grid is short
+    *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
+    ASM       weights are decoded by inline assembly, else by Triton's operations
+
+x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
+globals fp32 [E].
+"""
+
+import torch
+
+from nemotriton.errors import require
+from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
+from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of, unpack_hopper
+from nemotriton.kernels.moe_experts import most_blocks
+from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
+from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
+from nemotriton.kernels.moe_route import Routing
+from nemotriton.kernels.op import (
+    INTERPRET,
+    Args,
+    Case,
+    KernelSpec,
+    Tile,
+    acc_dtype,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
+from nemotriton.kernels.quantize import check_scale
+
+DTYPES = (torch.bfloat16, torch.float16)
+TABLE_BLOCKS = 8  # blocks of a program that writes tables
+ORDER_COLUMNS = 1024  # columns of a program that orders x
+
+
+# --------------------------------------------------------------------------------------------- twin
+def run_experts_packed_ref(
+    x: torch.Tensor,
+    up_words: torch.Tensor,
+    up_global: torch.Tensor,
+    down_words: torch.Tensor,
+    down_global: torch.Tensor,
+    width: int,
+    routing: Routing,
+    ordered: bool = False,
+) -> torch.Tensor:
+    """Twin of `run_experts_packed`: the words unpacked, then `run_experts_nvfp4`'s twin."""
+    f, L = acc_dtype(x), x.shape[1]
+    if ordered:
+        x = torch.empty_like(x).index_copy_(1, k_order(L, True, x.device), x)
+    return _experts_ref(
+        x,
+        lambda e: nvfp4_values_ref(*unpack_hopper(up_words[e], width, L), f),
+        lambda e: nvfp4_values_ref(*unpack_hopper(down_words[e], L, width), f),
+        (up_global, None),
+        (down_global, None),
+        routing,
+        nvfp4_round_ref,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- op
+@op(ref=run_experts_packed_ref)
+def run_experts_packed(
+    x: torch.Tensor,
+    up_words: torch.Tensor,
+    up_global: torch.Tensor,
+    down_words: torch.Tensor,
+    down_global: torch.Tensor,
+    width: int,
+    routing: Routing,
+    ordered: bool = False,
+) -> torch.Tensor:
+    """Run every routed expert on its tokens and sum them by weight; words packed for Hopper.
+
+    x [T, L] bf16 or fp16; words and globals as in the module's docstring; width: F. ordered: x's
+    columns stand in `k_order(L, mma=True)`, which spares a launch at a few tokens; y's never do.
+    Returns [T, L] in x's dtype."""
+    E = _check(x, up_words, up_global, down_words, down_global, width, routing, ordered)
+    (T, L), K = x.shape, routing.ids.shape[1]
+    P = T * K
+    tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K)
+    plan = _Plan(tile, width, L)
+    h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
+    kept = x.dtype if tile["NARROW"] else torch.float32
+    parts = torch.empty((P, plan.split, L), dtype=kept, device=x.device)
+    y = torch.empty((T, L), dtype=x.dtype, device=x.device)
+    up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
+    launch(
+        _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
+        *up_table.tensors, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
+        K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
+        NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
+        H=plan.h_width, **plan.meta("UP"),
+    )  # fmt: skip
+    launch(
+        _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
+        down_global, routing.weights, parts, *down_table.tensors, L=L, H=plan.h_width,
+        N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
+        SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0, **plan.meta("DOWN"),
+    )  # fmt: skip
+    count = K * plan.split
+    block_l = min(next_pow2(L), 128 if count > 32 else 256)
+    launch(
+        _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
+        COUNT=count, BLOCK_R=next_pow2(count), BLOCK_L=block_l, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+class _Plan:
+    """The sizes that follow from a tile: widths, tiles of rows, steps, and launch options."""
+
+    def __init__(self, tile: Tile, F: int, L: int) -> None:
+        self.tile = tile
+        self.mma = int(tile["UP_WARPS"]) < 4
+        self.up_tiles = cdiv(F, int(tile["UP_N"]))
+        self.h_width = self.up_tiles * int(tile["UP_N"])
+        self.down_tiles = cdiv(L, int(tile["DOWN_N"]))
+        self.down_steps = cdiv(self.h_width, int(tile["DOWN_K"]))
+        self.split = int(tile["SPLIT"])
+        while self.down_steps % self.split:
+            self.split -= 1
+
+    def meta(self, name: str) -> dict[str, int | bool]:
+        """Constexprs and options of the up ("UP") or down ("DOWN") product."""
+        tile = self.tile
+        sizes = {f"BLOCK_{axis}": tile[f"{name}_{axis}"] for axis in "MNK"}
+        asm = tile["ASM"] and not INTERPRET
+        options = {"STAGES": tile[f"{name}_STAGES"], "num_warps": tile[f"{name}_WARPS"]}
+        return {**sizes, **options, "PAIR": tile["PAIR"], "ASM": asm, "MMA": self.mma}
+
+
+class _Table:
+    """Which block has which expert and rows; for pairs the router's ids serve."""
+
+    def __init__(self, rows: torch.Tensor, experts: torch.Tensor, blocks: int) -> None:
+        self.tensors, self.blocks = (rows, experts), blocks
+
+
+def _tables(
+    x: torch.Tensor, routing: Routing, tile: Tile, plan: _Plan, E: int, ordered: bool
+) -> tuple[_Table, _Table, torch.Tensor, int]:
+    """Tables of both products, x as the first one reads it, and how many columns that has."""
+    (T, L), K = x.shape, routing.ids.shape[1]
+    if tile["PAIR"]:
+        table = _Table(routing.ids, routing.ids, T * K)
+        return table, table, x, L
+    width = cdiv(L, 64) * 64
+    rows = x
+    if not (ordered and plan.mma):
+        rows = torch.empty((T, width), dtype=x.dtype, device=x.device)
+    tables: dict[int, _Table] = {}
+    for block_m in (int(tile["UP_M"]), int(tile["DOWN_M"])):
+        if block_m in tables:
+            continue
+        blocks = most_blocks(T * K, E, block_m)
+        made = torch.empty((blocks, block_m), dtype=torch.int32, device=x.device)
+        experts = torch.empty((blocks,), dtype=torch.int32, device=x.device)
+        programs = cdiv(blocks, TABLE_BLOCKS)
+        # x is ordered in the first launch only
+        extra = T * cdiv(width, ORDER_COLUMNS) if rows is not x and not tables else 0
+        launch(
+            _prepare, (programs + extra,), routing.offsets, routing.order, experts, made, programs,
+            blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m, BLOCK_E=next_pow2(E),
+            BLOCK_B=TABLE_BLOCKS, MMA=plan.mma, FROM_MMA=ordered,
+            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), num_warps=4,
+        )  # fmt: skip
+        tables[block_m] = _Table(made, experts, blocks)
+    return tables[int(tile["UP_M"])], tables[int(tile["DOWN_M"])], rows, width
+
+
+def _check(
+    x: torch.Tensor,
+    up_words: torch.Tensor,
+    up_global: torch.Tensor,
+    down_words: torch.Tensor,
+    down_global: torch.Tensor,
+    width: int,
+    routing: Routing,
+    ordered: bool,
+) -> int:
+    require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
+    require(x.stride(1) == 1, "x must have unit stride along its width; call .contiguous()")
+    require(x.dtype in DTYPES, f"packed experts take bf16 or fp16 activations, got {x.dtype}")
+    (T, L), E = x.shape, up_words.shape[0]
+    require(not ordered or L % 64 == 0, f"{L} columns have no order: it permutes groups of 64")
+    for name, words, n, k in (("up", up_words, width, L), ("down", down_words, L, width)):
+        fits = words.shape == (E, tiles_of(n), tiles_of(k), WORDS.value)
+        require(
+            fits and words.dtype == torch.int32 and words.is_contiguous(),
+            f"{name} words of shape {tuple(words.shape)} are not {E} packed matrices [{n}, {k}]",
+        )
+    require(routing.ids.shape[0] == T, f"{T} tokens, but a routing of {routing.ids.shape[0]}")
+    require(
+        routing.offsets.shape == (E + 1,),
+        f"the routing is over {routing.offsets.shape[0] - 1} experts, the weights have {E}",
+    )
+    for scale in (up_global, down_global):
+        check_scale(scale, "the experts' scales", (E,))
+    return E
+
+
+# ------------------------------------------------------------------------------------------- spec
+def _tile(
+    up: tuple[int, int, int, int, int],
+    down: tuple[int, int, int, int, int],
+    split: int = 1,
+    pair: bool = False,
+    narrow: bool = False,
+) -> Tile:
+    """A tile of (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps) of each product."""
+    keys = ("M", "N", "K", "STAGES", "WARPS")
+    both = {
+        f"{name}_{key}": size
+        for name, sizes in (("UP", up), ("DOWN", down))
+        for key, size in zip(keys, sizes, strict=True)
+    }
+    return Tile(**both, SPLIT=split, PAIR=pair, NARROW=narrow, ASM=True)
+
+
+_ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
+_DEEP = (8, 128, 128, 4, 2)
+_M16, _M32 = (16, 128, 128, 4, 4), (32, 128, 128, 3, 4)
+_M64, _M64W, _M128 = (64, 128, 128, 3, 4), (64, 128, 128, 3, 8), (128, 64, 64, 4, 4)
+_M128W = (128, 128, 64, 3, 8)
+
+
+_FEW = [
+    (_TWO, _ONE, 3), (_TWO, _TWO, 3), (_ONE, _ONE, 3), (_TWO, _ONE, 1), (_WIDE, _ONE, 3),
+    (_WIDE, _ONE, 1), (_WIDE, _DEEP, 1), (_WIDE, _DEEP, 3),
+]  # fmt: skip
+
+
+def _tiles(case: Case) -> list[Tile]:
+    pairs = [_tile(up, down, s, pair=True) for up, down, s in _FEW[:3]]
+    few = [_tile(up, down, s) for up, down, s in _FEW]
+    many = [
+        _tile(up, down, narrow=True)
+        for up, down in (
+            (_M16, _M16), (_M32, _M32), (_M64, _M64), (_M64W, _M64W), (_M128, _M128),
+            (_M128W, _M64), (_M128W, _M128W),
+        )
+    ]  # fmt: skip
+    plain = [few[0].but(ASM=False), few[5].but(ASM=False), many[0].but(ASM=False)]
+    return [*pairs, *few, *many, *plain, many[0].but(NARROW=False)]
+
+
+def _default(case: Case, tokens: int) -> Tile:
+    """By pairs while they are few, then by the pairs of a mean expert."""
+    pairs, per_expert = tokens * case.K, tokens * case.K / case.E
+    if pairs <= 48:
+        return _tile(_TWO, _ONE, 3, pair=True)
+    if pairs <= 192:
+        return _tile(_TWO, _ONE, 3)
+    if pairs <= 384:
+        return _tile(_TWO, _ONE)
+    if per_expert <= 3:
+        return _tile(_WIDE, _ONE)
+    if per_expert <= 7:
+        return _tile(_WIDE, _DEEP)
+    if per_expert <= 14:
+        return _tile(_M16, _M16, narrow=True)
+    if per_expert <= 30:
+        return _tile(_M32, _M32, narrow=True)
+    if per_expert <= 66:
+        return _tile(_M64W, _M64W, narrow=True)
+    if per_expert <= 132:
+        return _tile(_M128, _M128, narrow=True)
+    return _tile(_M128W, _M64, narrow=True)
+
+
+def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
+    args = RUN_EXPERTS_NVFP4.make(Case(**{**case, "Q": 0}), T, dev, dtype, rng)
+    kept = {name: args[name] for name in ("x", "routing", "up_global", "down_global")}
+    words = {
+        f"{name}_words": pack_hopper(args[f"{name}_codes"], args[f"{name}_scales"])
+        for name in ("up", "down")
+    }
+    # some sizes with x in order, as a projection in front of the experts can give it
+    ordered = case.E % 8 != 0 and case.L % 64 == 0
+    return kept | words | {"width": case.F, "ordered": ordered}
+
+
+RUN_EXPERTS_PACKED = KernelSpec(
+    terms=lambda case: case.F + case.L,
+    op=run_experts_packed,
+    kernels=(_prepare, _packed_up, _packed_down, _packed_combine),
+    cases=RUN_EXPERTS_NVFP4.cases,
+    small=[
+        Case(E=11, F=64, L=192, K=4),
+        Case(E=4, F=208, L=144, K=1),
+        Case(E=6, F=80, L=48, K=3),
+    ],
+    tokens=RUN_EXPERTS_NVFP4.tokens,
+    dtypes=("bf16", "fp16"),
+    small_tokens=(0, 1, 17),
+    make=_make,
+    tiles=_tiles,
+    default=_default,
+    cost=RUN_EXPERTS_NVFP4.cost,
+    per_token=("x",),
+    strided=("x",),
+)

@@ -1,0 +1,174 @@
+"""Kernels of the routed NVFP4 experts on packed words; `moe_experts_packed` is their op.
+
+Weights are the left operand of the products, so a tile of BLOCK_N of an expert's rows meets as few
+as eight tokens; they are decoded in registers, straight into the fragments that the tensor cores
+read. h is stored in the order of columns that the second product wants.
+
+Blocks are expert-major: `_prepare` writes their experts and pairs out of the router's offsets, and
+x in the products' column order, which the gathering loads then read; gathered rows are nowhere
+stored. Grids are as large as any routing of the tokens can need, and programs without a block leave
+at once: the host never waits, and a CUDA graph serves every routing. Nothing depends on the order
+of programs, so equal inputs give equal bits.
+"""
+
+import triton
+import triton.language as tl
+
+from nemotriton.kernels.hopper_pack import (
+    WEIGHT_UNIT,
+    WORDS,
+    packed_product,
+    position_column,
+    to_position_order,
+)
+from nemotriton.kernels.numerics import relu2
+
+
+@triton.jit
+def _write_tables(
+    pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """The expert (-1: none) and the pairs (-1: none) of BLOCK_B blocks."""
+    e = tl.arange(0, BLOCK_E)
+    start = tl.load(offsets_idx + e, mask=e < E, other=0).to(tl.int64)
+    end = tl.load(offsets_idx + e + 1, mask=e < E, other=0).to(tl.int64)
+    until = tl.cumsum((end - start + BLOCK_M - 1) // BLOCK_M, 0)  # blocks of experts 0..e
+    b = pid * BLOCK_B + tl.arange(0, BLOCK_B)
+    past = until[None, :] <= b[:, None]
+    expert = tl.sum(past.to(tl.int64), 1)
+    before = tl.max(tl.where(past, until[None, :], 0), 1)
+    live = expert < E
+    first = tl.load(offsets_idx + expert, mask=live, other=0).to(tl.int64)
+    last = tl.load(offsets_idx + expert + 1, mask=live, other=0).to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    i = (first + (b - before) * BLOCK_M)[:, None] + m[None, :]
+    pair = tl.load(order_idx + i, mask=i < last[:, None], other=-1).to(tl.int64)
+    inside = b < blocks
+    tl.store(experts_ptr + b, tl.where(live, expert, -1).to(tl.int32), mask=inside)
+    at = rows_ptr + b[:, None] * BLOCK_M + m[None, :]
+    tl.store(at, pair.to(tl.int32), mask=inside[:, None])
+
+
+@triton.jit
+def _write_ordered(
+    pid, x_ptr, ordered_ptr, x_stride, L, W,
+    MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_L columns of a row of x in `k_order`, with zeros up to W; FROM_MMA: x has mma's."""
+    tiles = tl.cdiv(W, BLOCK_L)
+    t = pid // tiles
+    position = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+    column = position_column(position, MMA)
+    if FROM_MMA:  # where mma.sync's order keeps this column
+        c = column % 64
+        column = column // 64 * 64 + c // 8 % 2 * 32 + c // 2 % 2 * 16
+        column += c // 16 * 4 + c // 4 % 2 * 2 + c % 2
+    x = tl.load(x_ptr + t * x_stride + column, mask=column < L, other=0.0)
+    tl.store(ordered_ptr + t * W + position, x, mask=position < W)
+
+
+@triton.jit(do_not_specialize=["table_programs", "blocks"])
+def _prepare(
+    offsets_idx, order_idx, experts_ptr, rows_ptr, table_programs, blocks,
+    x_ptr, ordered_ptr, x_stride, L, W,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+    MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Tables by the first programs, x in order by the others."""
+    pid = tl.program_id(0).to(tl.int64)
+    if pid < table_programs:
+        _write_tables(
+            pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
+            E, BLOCK_M, BLOCK_E, BLOCK_B,
+        )  # fmt: skip
+    else:
+        _write_ordered(
+            pid - table_programs, x_ptr, ordered_ptr, x_stride, L, W, MMA, FROM_MMA, BLOCK_L
+        )
+
+
+@triton.jit
+def _rows_of(rows_idx, block, PAIR: tl.constexpr, BLOCK_M: tl.constexpr):
+    """int64 [BLOCK_M]: the pairs of a block, -1 where there is none."""
+    m = tl.arange(0, BLOCK_M)
+    if PAIR:
+        rows = tl.where(m == 0, block, -1)
+    else:
+        rows = tl.load(rows_idx + block * BLOCK_M + m).to(tl.int64)
+    return rows
+
+
+@triton.jit
+def _packed_up(
+    x_ptr, words_ptr, global_ptr, h_ptr, rows_idx, experts_idx, x_stride, x_width,
+    K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
+    STEPS: tl.constexpr, PAIR: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr,
+):  # fmt: skip
+    """h [T*K, H] by pair, columns in `k_order`, those of padding zero."""
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid // (H // BLOCK_N)
+    tile_n = pid % (H // BLOCK_N)
+    expert = tl.load(experts_idx + block).to(tl.int64)
+    if expert >= 0:
+        scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
+        rows = _rows_of(rows_idx, block, PAIR, BLOCK_M)
+        live = rows >= 0
+        x_rows = x_ptr + tl.where(live, rows // K, 0) * x_stride
+        matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
+        acc = packed_product(
+            x_rows, live, matrix, tile_n.to(tl.int32), 0, x_width, STEPS, K_TILES, NATURAL, EVEN,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
+        )  # fmt: skip
+        h = to_position_order(relu2(acc * scale).to(h_ptr.dtype.element_ty), MMA)
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(h_ptr + rows[None, :] * H + n[:, None], h, mask=live[None, :])
+
+
+@triton.jit
+def _packed_down(
+    h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, rows_idx, experts_idx,
+    L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
+    STEPS: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr,
+):  # fmt: skip
+    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns."""
+    TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0).to(tl.int64)
+    block = pid // (TILES * SPLIT)
+    tile_n = pid % TILES
+    split = pid // TILES % SPLIT
+    expert = tl.load(experts_idx + block).to(tl.int64)
+    if expert >= 0:
+        rows = _rows_of(rows_idx, block, PAIR, BLOCK_M)
+        live = rows >= 0
+        safe = tl.where(live, rows, 0)
+        scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
+        matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
+        acc = packed_product(
+            h_ptr + safe * H, live, matrix, tile_n.to(tl.int32), split.to(tl.int32) * STEPS, H,
+            STEPS, K_TILES, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
+        )  # fmt: skip
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = live[None, :] & (n < L)[:, None]
+        at = out_ptr + (rows * SPLIT + split)[None, :] * L + n[:, None]
+        tl.store(at, (acc * scale[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _packed_combine(
+    rows_ptr, y_ptr, L, COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr
+):
+    """y [T, L]: the sum of a token's COUNT rows."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(L, BLOCK_L)
+    t = pid // tiles
+    n = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
+    j = tl.arange(0, BLOCK_R)
+    at = rows_ptr + (t * COUNT + j)[:, None] * L + n[None, :]
+    rows = tl.load(at, mask=(j < COUNT)[:, None] & (n < L)[None, :], other=0.0)
+    y = tl.sum(rows.to(tl.float32), 0)
+    tl.store(y_ptr + t * L + n, y.to(y_ptr.dtype.element_ty), mask=n < L)

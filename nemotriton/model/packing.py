@@ -1,0 +1,62 @@
+"""Which matrices are held in the form of one architecture instead of the checkpoint's, and where.
+
+Hopper has no tensor core for 4-bit numbers: NVFP4 weights are decoded in registers there, which is
+fastest from words in the order of its fragments (`kernels.hopper_pack`). So on compute capability
+9.x, with 16-bit activations that are not quantised, NVFP4 experts are repacked once they are
+loaded, matrix by matrix, and only the packed words stay. Everything else runs on the checkpoint's
+own layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+
+import torch
+
+from nemotriton import device as devices
+from nemotriton.kernels.hopper_pack import packed_bytes
+from nemotriton.model.expected import Expected, Role
+
+_HOPPER = 9  # major compute capability
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_PADDING = 1.15  # packed bytes over the checkpoint's: narrow slices stay as they are
+_FORCED: ContextVar[bool | None] = ContextVar("packing forced", default=None)
+
+
+@contextlib.contextmanager
+def forced_packing(on: bool) -> Iterator[None]:
+    """Models made inside the block pack NVFP4 experts for Hopper, or do not, wherever they run and
+    whatever their widths: for tests on other devices, and for comparing the two forms."""
+    token = _FORCED.set(on)
+    try:
+        yield
+    finally:
+        _FORCED.reset(token)
+
+
+def packs_for_hopper(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether NVFP4 experts [rows, cols], both ways round, with activations of `dtype` are to be
+    repacked on `device`."""
+    if dtype not in _DTYPES:
+        return False
+    forced = _FORCED.get()
+    if forced is not None:
+        return forced
+    hopper = device.type == "cuda" and devices.info(device).capability[0] == _HOPPER
+    return hopper and packed_bytes(rows, cols) <= _MOST_PADDING * (rows * cols * 9 // 16)
+
+
+def padding_bytes(
+    expected: Mapping[str, Expected], act_quant: bool, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What packed experts take beyond the bytes of a checkpoint's tensors."""
+    extra = 0
+    for entry in expected.values():
+        if entry.role is not Role.CODES or not entry.experts or act_quant:
+            continue
+        rows, cols = entry.shape[1], 2 * entry.shape[2]
+        if packs_for_hopper(rows, cols, dtype, device):
+            extra += entry.experts * (packed_bytes(rows, cols) - rows * cols * 9 // 16)
+    return extra

@@ -1,0 +1,127 @@
+"""Experts on packed words: every form of the tile, orders of x, and sizes the grid does not have."""
+
+import pytest
+import torch
+
+import nemotriton.kernels as K
+from nemotriton.autotune import parity
+from nemotriton.kernels.hopper_pack import k_order, pack_hopper
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED as SPEC
+from nemotriton.kernels.moe_experts_packed import _tile
+from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4
+from nemotriton.kernels.moe_route import Routing, route_experts_ref
+from nemotriton.kernels.op import Args, Case, Tile, use_tile
+from tests.conftest import Poison
+
+CPU = torch.device("cpu")
+MMA = _tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
+WGMMA = _tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4), narrow=True)
+FORMS = {
+    "pairs": MMA.but(PAIR=True, SPLIT=3),
+    "mma": MMA,
+    "mma split, 64 rows": MMA.but(SPLIT=3, UP_N=64, DOWN_N=64, DOWN_WARPS=1),
+    "wgmma": WGMMA,
+    "wgmma of 64 columns": WGMMA.but(UP_K=64, DOWN_K=64, UP_N=64, DOWN_N=64),
+    "wgmma, two heights": WGMMA.but(UP_M=32, NARROW=False),
+}
+
+
+def random_routing(T: int, E: int, top: int) -> Routing:
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(T * E))
+    return route_experts_ref(logits, None, top, 1, 1, True, 2.5)
+
+
+def arguments(T: int, E: int, F: int, L: int, top: int, ordered: bool = False) -> Args:
+    case = Case(E=E, F=F, L=L, K=top)
+    args = SPEC.make(case, T, CPU, torch.bfloat16, parity.generator(E + F, CPU))
+    return args | {"routing": random_routing(T, E, top), "ordered": ordered}
+
+
+def check(args: Args, tile: Tile) -> torch.Tensor:
+    """The output, once it is as near to float64 as the twin."""
+    with use_tile("run_experts_packed", tile):
+        out = parity.run(SPEC, args)
+    twin = parity.run(SPEC, args, ref=True)
+    verdict = parity.compare(SPEC, out, twin, parity.oracle(SPEC, args))
+    assert verdict.ok, verdict.detail
+    return out["out0"]
+
+
+@pytest.mark.parametrize("tile", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("ordered", [False, True], ids=["natural", "ordered"])
+def test_forms(tile: Tile, ordered: bool, poison: Poison) -> None:
+    """Columns that end inside a step; three steps of the down-projection's 336 columns."""
+    T = 2 if tile["PAIR"] else 11
+    check(arguments(T, 2, 336, 192, 1, ordered), tile)
+
+
+@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=["mma", "wgmma"])
+@pytest.mark.parametrize("F,L", [(16, 48), (1856, 80), (80, 928)])
+def test_widths_that_no_tile_divides(F: int, L: int, tile: Tile, poison: Poison) -> None:
+    check(arguments(2, 3, F, L, 1), tile)
+
+
+def test_order_of_x_is_only_an_order(poison: Poison) -> None:
+    """The same numbers in the products' order give the same bits."""
+    args = arguments(3, 3, 64, 128, 1)
+    ordered = args | {"x": args["x"][:, k_order(128, True)].contiguous(), "ordered": True}
+    for tile in FORMS.values():
+        with use_tile("run_experts_packed", tile):
+            one, other = K.run_experts_packed.triton(**args), K.run_experts_packed.triton(**ordered)
+        assert torch.equal(one, other)
+    ref = K.run_experts_packed_ref
+    assert torch.equal(ref(**args), ref(**ordered))
+
+
+@pytest.mark.parametrize("T", [0, 1, 33])
+@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=["mma", "wgmma"])
+def test_all_tokens_to_one_expert(T: int, tile: Tile, poison: Poison) -> None:
+    """Several blocks of one expert, and nothing of its neighbours: those are all NaN."""
+    logits = torch.zeros(T, 7)
+    logits[:, 4] = 9
+    args = arguments(T, 7, 48, 64, 1) | {"routing": route_experts_ref(logits, None, 1)}
+    for name in ("up_words", "up_global", "down_words", "down_global"):
+        sick = args[name].view(torch.float32) if args[name].dtype == torch.int32 else args[name]
+        sick[[0, 1, 2, 3, 5, 6]] = float("nan")
+    assert check(args, tile).isfinite().all()
+
+
+def test_many_experts_find_their_blocks(poison: Poison) -> None:
+    """512 experts, most of them without a token; several programs write the tables."""
+    check(arguments(1, 512, 16, 32, 12), MMA)
+
+
+def test_the_canonical_experts_give_the_same(poison: Poison) -> None:
+    """Against `run_experts_nvfp4` on the checkpoint's layout, where sums are exact: equal bits."""
+    case = Case(E=4, F=64, L=64, K=2, Q=0)
+    args = RUN_EXPERTS_NVFP4.make(case, 6, CPU, torch.bfloat16, parity.generator(3, CPU))
+    args["x"] = (args["x"] * 2).round()
+    for name in ("up", "down"):
+        args[f"{name}_global"] = 2.0 ** -torch.arange(4.0, 8.0)
+        args[f"{name}_scales"] = torch.full_like(args[f"{name}_scales"].float(), 2.0).to(
+            torch.float8_e4m3fn
+        )
+    args["routing"] = args["routing"]._replace(weights=torch.full((6, 2), 0.5))
+    want = K.run_experts_nvfp4.triton(**args)
+    packed = {
+        f"{n}_words": pack_hopper(args[f"{n}_codes"], args[f"{n}_scales"]) for n in ("up", "down")
+    }
+    kept = {k: args[k] for k in ("x", "routing", "up_global", "down_global")}
+    for tile in (MMA, WGMMA.but(NARROW=False)):
+        with use_tile("run_experts_packed", tile):
+            found = K.run_experts_packed.triton(**kept, **packed, width=64)
+        assert torch.equal(found, want)
+
+
+def test_a_token_has_the_same_bits_in_any_company() -> None:
+    args = arguments(19, 6, 48, 64, 1)
+    r = args["routing"]
+    for tile in (MMA, WGMMA):
+        with use_tile("run_experts_packed", tile):
+            together = K.run_experts_packed.triton(**args)
+            ids = r.ids[18:]
+            order = ids.flatten().sort(stable=True)
+            offsets = torch.searchsorted(order.values, torch.arange(7, dtype=torch.int32)).int()
+            alone = Routing(ids, r.weights[18:], order.indices.int(), offsets)
+            one = K.run_experts_packed.triton(**(args | {"x": args["x"][18:], "routing": alone}))
+        assert torch.equal(one[0], together[18])
