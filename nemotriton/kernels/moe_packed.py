@@ -101,7 +101,7 @@ def _rows_of(rows_idx, block, PAIR: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _packed_up(
-    x_ptr, words_ptr, global_ptr, h_ptr, rows_idx, experts_idx, x_stride, x_width,
+    x_ptr, words_ptr, global_ptr, h_ptr, table_ptr, experts_idx, x_stride, x_width,
     K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, PAIR: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -114,7 +114,7 @@ def _packed_up(
     expert = tl.load(experts_idx + block).to(tl.int64)
     if expert >= 0:
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
-        rows = _rows_of(rows_idx, block, PAIR, BLOCK_M)
+        rows = _rows_of(table_ptr, block, PAIR, BLOCK_M)
         live = rows >= 0
         x_rows = x_ptr + tl.where(live, rows // K, 0) * x_stride
         matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
@@ -129,7 +129,7 @@ def _packed_up(
 
 @triton.jit
 def _packed_down(
-    h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, rows_idx, experts_idx,
+    h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_idx,
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -143,7 +143,7 @@ def _packed_down(
     split = pid // TILES % SPLIT
     expert = tl.load(experts_idx + block).to(tl.int64)
     if expert >= 0:
-        rows = _rows_of(rows_idx, block, PAIR, BLOCK_M)
+        rows = _rows_of(table_ptr, block, PAIR, BLOCK_M)
         live = rows >= 0
         safe = tl.where(live, rows, 0)
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)

@@ -1,4 +1,4 @@
-"""Experts on packed words: every form of the tile, orders of x, and sizes the grid does not have."""
+"""Experts on packed words: every form of tile, orders of x, and sizes the grid does not have."""
 
 import pytest
 import torch
