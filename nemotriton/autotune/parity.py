@@ -77,7 +77,7 @@ def run(spec: KernelSpec, args: Args, *, ref: bool = False) -> dict[str, torch.T
 
 def oracle(spec: KernelSpec, args: Args) -> dict[str, torch.Tensor]:
     """The twin in float64 on the same values."""
-    mine = {k: _double(v) for k, v in copy(args).items()}
+    mine = {k: _double(v) for k, v in spec.meaning(copy(args)).items()}
     return named(spec.op.ref(**mine), mine, spec)
 
 
@@ -91,6 +91,7 @@ def compare(
     """Hold `out` against the spec's tolerance; names the worst tensor. Without `case` sums are
     taken to be short."""
     worst, detail = 0.0, "nothing compared"
+    out, twin = spec.meaning(out), spec.meaning(twin)
     terms = spec.terms(case) if case is not None else 1
     for name, want in exact.items():
         got = out[name]

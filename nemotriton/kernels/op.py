@@ -149,7 +149,8 @@ class KernelSpec:
     written in place, `per_token` those with one row a token (the tests poison rows of them), and
     `strided` those whose row stride is free (the tests embed them in wider, misaligned tensors).
     `terms` is the length of the longest sum behind one output element. `suits` says which tiles the
-    sweep measures at a number of tokens.
+    sweep measures at a number of tokens. `meaning` turns named tensors that hold codes into the
+    numbers they mean: those are what is compared, and what the oracle starts from.
     """
 
     op: "Op[..., Any]"
@@ -168,6 +169,7 @@ class KernelSpec:
     per_token: Sequence[str] = ()
     strided: Sequence[str] = ()
     terms: Callable[[Case], int] = lambda case: 1
+    meaning: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     suits: Callable[[Tile, int], bool] = lambda tile, tokens: True
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)

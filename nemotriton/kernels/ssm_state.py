@@ -53,9 +53,12 @@ _PIN_BITS = tl.constexpr(0x38800000)
 
 @dataclass(frozen=True, slots=True)
 class StateFormat:
-    """How states are stored: elements of `dtype`, rounded to the nearest or stochastically."""
+    """How states are stored: elements of `dtype`, rounded to the nearest or stochastically.
+
+    `axis` is the name in a kernel's cases and tuning tables."""
 
     name: str
+    axis: str
     dtype: torch.dtype
     stochastic: bool = False
 
@@ -72,14 +75,17 @@ class StateFormat:
 STATE_FORMATS = {
     f.name: f
     for f in (
-        StateFormat("float32", torch.float32),
-        StateFormat("bfloat16", torch.bfloat16),
-        StateFormat("float16", torch.float16),
-        StateFormat("float16-sr", torch.float16, stochastic=True),
-        StateFormat("int16", torch.int16),
-        StateFormat("int8", torch.int8),
+        StateFormat("float32", "fp32", torch.float32),
+        StateFormat("bfloat16", "bf16", torch.bfloat16),
+        StateFormat("float16", "fp16", torch.float16),
+        StateFormat("float16-sr", "fp16-sr", torch.float16, stochastic=True),
+        StateFormat("int16", "int16", torch.int16),
+        StateFormat("int8", "int8", torch.int8),
     )
 }
+
+
+STATE_AXES = {f.axis: f for f in STATE_FORMATS.values()}
 
 
 class StateNoise(NamedTuple):
@@ -90,6 +96,14 @@ class StateNoise(NamedTuple):
     seeds: torch.Tensor
     lengths: torch.Tensor
     layer: int
+
+
+def state_axis(state: torch.Tensor, noise: StateNoise | None) -> str:
+    """The name in STATE_AXES of what a state is stored as."""
+    for axis, fmt in STATE_AXES.items():
+        if fmt.dtype == state.dtype and fmt.stochastic == (noise is not None):
+            return axis
+    return "?"
 
 
 def check_state(

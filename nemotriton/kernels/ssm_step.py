@@ -4,12 +4,23 @@ One program is one sequence, one head and BLOCK_P rows of its state, kept in reg
 BLOCK_N] from the first token to the last. Of a tensor `foo`, foo_t is the stride of tokens, foo_h
 of heads, foo_g of groups, foo_slot of slots. A pad (slot -1) reads nothing and writes zeros to y.
 Lanes may lie over the stored state: a program reads its part of that once, before it writes any.
+Scales and noise of the state's format are None where it has none, see `ssm_state.py`.
+
+What a token needs is a few hundred bytes from the L2 cache, and all it has to wait for: the chain
+asks for the next token's before it computes with this one's.
 """
 
 import triton
 import triton.language as tl
 
 from nemotriton.kernels.numerics import silu, softplus
+from nemotriton.kernels.ssm_state import (
+    load_state,
+    restore_state,
+    round_state,
+    state_noise,
+    store_state,
+)
 
 
 @triton.jit
@@ -21,33 +32,62 @@ def step_size(dt, bias, low, high):
 
 
 @triton.jit
-def _token(x_at, dt_at, B_at, bias, low, high, on, on_p, on_n):
-    """x [BLOCK_P], step size and B [BLOCK_N] of one token; zeros where masked."""
-    x = tl.load(x_at, mask=on_p, other=0.0).to(tl.float32)
-    B = tl.load(B_at, mask=on_n, other=0.0).to(tl.float32)
-    dt = tl.load(dt_at, mask=on, other=0.0).to(tl.float32)
-    return x, step_size(dt, bias, low, high), B
+def _load_token(x_at, dt_at, B_at, C_at, on, on_p, on_n):
+    """x [BLOCK_P], dt, B and C [BLOCK_N] of one token as they are; zeros where masked."""
+    x = tl.load(x_at, mask=on_p & on, other=0.0)
+    dt = tl.load(dt_at, mask=on, other=0.0)
+    B = tl.load(B_at, mask=on_n & on, other=0.0)
+    C = tl.load(C_at, mask=on_n & on, other=0.0)
+    return x, dt, B, C
 
 
 @triton.jit
-def _advance(h, x, step, A, B):
+def _advance(h, x, dt, B, A, bias, low, high):
     """exp(step A) h + (step x) B^T; one explicit fma, so that every kernel rounds alike."""
-    return tl.fma(h, tl.exp(step * A), (x * step)[:, None] * B[None, :])
+    step = step_size(dt.to(tl.float32), bias, low, high)
+    input = (x.to(tl.float32) * step)[:, None] * B.to(tl.float32)[None, :]
+    return tl.fma(h, tl.exp(step * A), input)
 
 
 @triton.jit
-def _emit(h, x, C_at, D, z_ptr, z_offset, y_at, on_p, on_n, in_p):
-    C = tl.load(C_at, mask=on_n, other=0.0).to(tl.float32)
-    y = tl.sum(h * C[None, :], 1) + D * x
+def _emit(h, x, C, D, z_ptr, z_offset, y_at, on_p, in_p):
+    y = tl.sum(h * C.to(tl.float32)[None, :], 1) + D * x.to(tl.float32)
     if z_ptr is not None:
         y *= silu(tl.load(z_ptr + z_offset, mask=on_p, other=0.0).to(tl.float32))
     tl.store(y_at, y.to(y_at.dtype.element_ty), mask=in_p)
 
 
 @triton.jit
+def _rounded(
+    h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows,
+    N: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """h as it is stored behind the token at `position`, and its scales."""
+    if seeds_ptr is None:
+        stored, scale = round_state(h, state_ptr, scales_ptr, None)
+    else:
+        noise = state_noise(seed, position, layer, rows, N, BLOCK_N)
+        stored, scale = round_state(h, state_ptr, scales_ptr, noise)
+    return stored, scale
+
+
+@triton.jit
+def _noise_key(seeds_ptr, lengths_idx, s, count):
+    """Seed of sequence s, and the position of the first of its `count` new tokens; both int64."""
+    seed = tl.full((), 0, tl.int64)
+    position = tl.full((), 0, tl.int64)
+    if seeds_ptr is not None:
+        seed = tl.load(seeds_ptr + s)
+        position = tl.load(lengths_idx + s).to(tl.int64) - count
+    return seed, position
+
+
+@triton.jit(do_not_specialize=["layer"])
 def _ssm_update(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, cu_idx, slots_idx,
-    x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, H, heads_per_group, low, high,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
+    seeds_ptr, lengths_idx, cu_idx, slots_idx,
+    layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
+    H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     UPDATE: tl.constexpr,
 ):  # fmt: skip
@@ -63,27 +103,33 @@ def _ssm_update(
     slot = tl.load(slots_idx + s).to(tl.int64)
     on = filled & (slot >= 0)  # of a pad nothing is read, and its y is zeros
     on_p, on_n = on & (p < P), on & (n < N)
-    h_at = state_ptr + slot * state_slot + head * P * N + p[:, None] * N + n[None, :]
+    rows = head * P + p
+    h_at = state_ptr + slot * state_slot + rows[:, None] * N + n[None, :]
     mask = on_p[:, None] & (n < N)[None, :]
-    h = tl.load(h_at, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_P, BLOCK_N]
+    scale_at = slot * scales_slot + rows
+    h = load_state(h_at, scales_ptr, scale_at, mask, on_p)  # [BLOCK_P, BLOCK_N]
     A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
     bias = tl.load(bias_ptr + head).to(tl.float32)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
-    x, step, B = _token(x_at, dt_at, B_at, bias, low, high, on, on_p, on_n)
-    h = _advance(h, x, step, A, B)
+    x, dt, B, C = _load_token(x_at, dt_at, B_at, C_at, on, on_p, on_n)
+    h = _advance(h, x, dt, B, A, bias, low, high)
     y_at, z_offset = y_ptr + (row * H + head) * P + p, row * z_t + head * z_h + p
-    _emit(h, x, C_at, D, z_ptr, z_offset, y_at, on_p, on_n, filled & (p < P))
+    _emit(h, x, C, D, z_ptr, z_offset, y_at, on_p, filled & (p < P))
     if UPDATE:
-        tl.store(h_at, h.to(state_ptr.dtype.element_ty), mask=mask)
+        seed, position = _noise_key(seeds_ptr, lengths_idx, s, 1)
+        stored, scale = _rounded(
+            h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
+        )
+        store_state(stored, scale, h_at, scales_ptr, scale_at, mask, on_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _update_chain(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, lanes_ptr,
-    cu_idx, slots_idx, lane_slots_idx,
-    x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, lanes_slot, H, heads_per_group,
-    low, high,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
+    seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx,
+    layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
+    lanes_slot, lane_scales_slot, H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
     UPDATE: tl.constexpr,
 ):  # fmt: skip
@@ -99,32 +145,43 @@ def _update_chain(
     slot = tl.load(slots_idx + s).to(tl.int64)
     on = slot >= 0
     on_p, on_n = on & (p < P), on & (n < N)
-    inner = head * P * N + p[:, None] * N + n[None, :]
-    lane = tl.full((), P * N, tl.int64) * H
+    rows = head * P + p
+    inner = rows[:, None] * N + n[None, :]
+    all_rows = tl.full((), P, tl.int64) * H  # of a lane
     home = slot
     if lane_slots_idx is not None:
         home = tl.load(lane_slots_idx + s).to(tl.int64)
-    mask = (on_p & (count > 0))[:, None] & (n < N)[None, :]
-    h = tl.load(state_ptr + slot * state_slot + inner, mask=mask, other=0.0).to(tl.float32)
+    kept_p = on_p & (count > 0)
+    mask = kept_p[:, None] & (n < N)[None, :]
+    state_at, scale_at = state_ptr + slot * state_slot + inner, slot * scales_slot + rows
+    h = load_state(state_at, scales_ptr, scale_at, mask, kept_p)
     A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
     bias = tl.load(bias_ptr + head).to(tl.float32)
+    seed, position = _noise_key(seeds_ptr, lengths_idx, s, count)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
     y_at, z_offset = y_ptr + (row * H + head) * P + p, row * z_t + head * z_h + p
+    x, dt, B, C = _load_token(x_at, dt_at, B_at, C_at, on & (count > 0), on_p, on_n)
     for t in range(count):
-        x, step, B = _token(
-            x_at + t * x_t, dt_at + t * dt_t, B_at + t * B_t, bias, low, high, on, on_p, on_n
+        x_at, dt_at, B_at, C_at = x_at + x_t, dt_at + dt_t, B_at + B_t, C_at + C_t
+        next_x, next_dt, next_B, next_C = _load_token(
+            x_at, dt_at, B_at, C_at, on & (t + 1 < count), on_p, on_n
         )
-        h = _advance(h, x, step, A, B)
-        z_t_offset = z_offset + t * z_t
-        _emit(h, x, C_at + t * C_t, D, z_ptr, z_t_offset, y_at + t * H * P, on_p, on_n, p < P)
-        kept = h.to(state_ptr.dtype.element_ty)
-        h = kept.to(tl.float32)
+        h = _advance(h, x, dt, B, A, bias, low, high)
+        _emit(h, x, C, D, z_ptr, z_offset + t * z_t, y_at + t * H * P, on_p, p < P)
+        stored, scale = _rounded(
+            h, state_ptr, scales_ptr, seeds_ptr, seed, position + t, layer, rows, N, BLOCK_N
+        )
         if lanes_ptr is not None:
-            tl.store(lanes_ptr + home * lanes_slot + t * lane + inner, kept, mask=mask)
-    if UPDATE:
-        kept = h.to(state_ptr.dtype.element_ty)
-        tl.store(state_ptr + slot * state_slot + inner, kept, mask=mask)
+            lane_at = lanes_ptr + home * lanes_slot + t * all_rows * N + inner
+            lane_scale_at = home * lane_scales_slot + t * all_rows + rows
+            store_state(stored, scale, lane_at, lane_scales_ptr, lane_scale_at, mask, kept_p)
+        if UPDATE:
+            last_p = kept_p & (t + 1 == count)
+            last = last_p[:, None] & (n < N)[None, :]
+            store_state(stored, scale, state_at, scales_ptr, scale_at, last, last_p)
+        h = restore_state(stored, scale, scales_ptr)
+        x, dt, B, C = next_x, next_dt, next_B, next_C
 
 
 @triton.jit
@@ -139,15 +196,18 @@ def _path(parents_idx, t):
     return bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"])
 def _update_tree(
-    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, lanes_ptr,
-    cu_idx, slots_idx, lane_slots_idx, parents_idx,
-    x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, lanes_slot, H, heads_per_group,
-    low, high,
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
+    seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx,
+    parents_idx,
+    layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
+    lanes_slot, lane_scales_slot, H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that continue from any earlier one; the stored state stays."""
+    """Tokens that continue from any earlier one; the stored state stays.
+
+    A token's position is that of its path's, so that it rounds as the chain of its path does."""
     pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     p = (pid % tiles * BLOCK_P).to(tl.int32) + tl.arange(0, BLOCK_P)
@@ -159,33 +219,45 @@ def _update_tree(
     slot = tl.load(slots_idx + s).to(tl.int64)
     on = slot >= 0
     on_p, on_n = on & (p < P), on & (n < N)
-    inner = head * P * N + p[:, None] * N + n[None, :]
-    lane = tl.full((), P * N, tl.int64) * H
+    rows = head * P + p
+    inner = rows[:, None] * N + n[None, :]
+    all_rows = tl.full((), P, tl.int64) * H  # of a lane
     home = slot
     if lane_slots_idx is not None:
         home = tl.load(lane_slots_idx + s).to(tl.int64)
-    mask = (on_p & (count > 0))[:, None] & (n < N)[None, :]
-    stored = tl.load(state_ptr + slot * state_slot + inner, mask=mask, other=0.0).to(tl.float32)
+    kept_p = on_p & (count > 0)
+    mask = kept_p[:, None] & (n < N)[None, :]
+    state_at = state_ptr + slot * state_slot + inner
+    before = load_state(state_at, scales_ptr, slot * scales_slot + rows, mask, kept_p)
     A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
     bias = tl.load(bias_ptr + head).to(tl.float32)
+    seed, first = _noise_key(seeds_ptr, lengths_idx, s, count)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
     y_at, z_offset = y_ptr + (row * H + head) * P + p, row * z_t + head * z_h + p
     for t in range(count):
         path = _path(parents_idx + row, t)
-        h = stored
+        position, h = first, before
         for i in range(t):
-            x, step, B = _token(
-                x_at + i * x_t, dt_at + i * dt_t, B_at + i * B_t, bias, low, high, on, on_p, on_n
-            )
-            after = _advance(h, x, step, A, B).to(state_ptr.dtype.element_ty).to(tl.float32)
-            h = tl.where((path >> i) & 1 != 0, after, h)
-        x, step, B = _token(
-            x_at + t * x_t, dt_at + t * dt_t, B_at + t * B_t, bias, low, high, on, on_p, on_n
+            if (path >> i) & 1 != 0:
+                x, dt, B, _ = _load_token(
+                    x_at + i * x_t, dt_at + i * dt_t, B_at + i * B_t, C_at, on, on_p, on_n
+                )
+                h = _advance(h, x, dt, B, A, bias, low, high)
+                stored, scale = _rounded(
+                    h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
+                )
+                h = restore_state(stored, scale, scales_ptr)
+                position += 1
+        x, dt, B, C = _load_token(
+            x_at + t * x_t, dt_at + t * dt_t, B_at + t * B_t, C_at + t * C_t, on, on_p, on_n
         )
-        h = _advance(h, x, step, A, B)
-        z_t_offset = z_offset + t * z_t
-        _emit(h, x, C_at + t * C_t, D, z_ptr, z_t_offset, y_at + t * H * P, on_p, on_n, p < P)
+        h = _advance(h, x, dt, B, A, bias, low, high)
+        _emit(h, x, C, D, z_ptr, z_offset + t * z_t, y_at + t * H * P, on_p, p < P)
         if lanes_ptr is not None:
-            kept = h.to(lanes_ptr.dtype.element_ty)
-            tl.store(lanes_ptr + home * lanes_slot + t * lane + inner, kept, mask=mask)
+            stored, scale = _rounded(
+                h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
+            )
+            lane_at = lanes_ptr + home * lanes_slot + t * all_rows * N + inner
+            lane_scale_at = home * lane_scales_slot + t * all_rows + rows
+            store_state(stored, scale, lane_at, lane_scales_ptr, lane_scale_at, mask, kept_p)

@@ -5,8 +5,9 @@
     y  = h C + D x,   times silu(z) where a gate is given  (Dao & Gu 2024, the recurrent form)
 
 x, z [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; y [T, H, P] has x's dtype.
-Everything is computed in fp32; the state [slots, H, P, N] is rounded to its own dtype after every
-token, so that several tokens in one call give the bits of as many calls with one.
+Everything is computed in fp32; the state [slots, H, P, N] is rounded to its own format after every
+token, so that several tokens in one call give the bits of as many calls with one. The formats, with
+a scale a row or stochastic rounding, are in `ssm_state.py`.
 
 With several tokens a sequence (draft verification) `lanes[slot, t]` keeps the state after token t,
 `update_state=False` leaves the stored one alone, and `parents` makes the tokens a tree: token t
@@ -16,14 +17,15 @@ stored state (the work is quadratic in the few tokens, the traffic is not), sinc
 lane would need a barrier and a buffer. The kernels are in `ssm_step.py`.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from einops import repeat
 
 from nemotriton.errors import require
 from nemotriton.kernels.numerics import silu_ref, softplus_ref
 from nemotriton.kernels.op import (
-    DTYPE_NAMES,
-    DTYPES,
     Args,
     Case,
     Cost,
@@ -34,6 +36,16 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
+)
+from nemotriton.kernels.ssm_state import (
+    CODE_MAX,
+    STATE_AXES,
+    StateNoise,
+    check_state,
+    restore_state_ref,
+    round_state_ref,
+    state_axis,
+    state_noise_ref,
 )
 from nemotriton.kernels.ssm_step import _ssm_update, _update_chain, _update_tree
 
@@ -83,25 +95,47 @@ def ssm_update_ref(
     update_state: bool = True,
     parents: torch.Tensor | None = None,
     lane_slots: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    lane_scales: torch.Tensor | None = None,
+    noise: StateNoise | None = None,
 ) -> torch.Tensor:
     """Twin of `ssm_update`: sequence by sequence, token by token."""
-    f = acc_dtype(x)
-    dt, y, starts = time_step_ref(dt, dt_bias, dt_limit), torch.zeros_like(x), cu.tolist()
+    f, starts = acc_dtype(x), cu.tolist()
+    dt, y = time_step_ref(dt, dt_bias, dt_limit), torch.zeros_like(x)
     homes = (slots if lane_slots is None else lane_slots).tolist()
     for s, slot in enumerate(slots.tolist()):
-        stored = state[slot].to(f, copy=True)  # lanes may lie over it
+        # a copy, since lanes may lie over it
+        stored = restore_state_ref(state[slot], None if scales is None else scales[slot], f)
         seen: list[torch.Tensor] = []
-        for t, row in enumerate(range(starts[s], starts[s + 1] if slot >= 0 else starts[s])):
+        depths: list[int] = []  # tokens before each on its path
+        count = starts[s + 1] - starts[s] if slot >= 0 else 0
+        for t, row in enumerate(range(starts[s], starts[s] + count)):
             parent = t - 1 if parents is None else int(parents[row])
             h = seen[parent] if parent >= 0 else stored
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
             out, h = ssm_step_ref(h, x[row], dt[row], A, B[row], C[row], D)
             y[row] = (out if z is None else out * silu_ref(z[row].to(f))).to(x.dtype)
-            seen.append(h.to(state.dtype).to(f))
+            drawn = _drawn(noise, s, depths[-1] - count, h)
+            kept, kept_scales = round_state_ref(h, state.dtype, drawn)
+            seen.append(restore_state_ref(kept, kept_scales, f))
             if lanes is not None:
-                lanes[homes[s], t] = seen[-1].to(lanes.dtype)
-        if seen and update_state:
-            state[slot] = seen[-1].to(state.dtype)
+                lanes[homes[s], t] = kept.to(lanes.dtype)
+            if lane_scales is not None and kept_scales is not None:
+                lane_scales[homes[s], t] = kept_scales
+            if update_state and t == count - 1:
+                state[slot] = kept
+                if scales is not None and kept_scales is not None:
+                    scales[slot] = kept_scales
     return y
+
+
+def _drawn(noise: StateNoise | None, s: int, offset: int, h: torch.Tensor) -> torch.Tensor | None:
+    """Noise for h [H, P, N] at the position `offset` (below zero) from the end of sequence s."""
+    if noise is None:
+        return None
+    position, (rows, N) = int(noise.lengths[s]) + offset, h.flatten(0, 1).shape
+    drawn = state_noise_ref(int(noise.seeds[s]), position, noise.layer, rows, N, h.device)
+    return drawn.view(h.shape)
 
 
 # --------------------------------------------------------------------------------------------- op
@@ -124,6 +158,9 @@ def ssm_update(
     update_state: bool = True,
     parents: torch.Tensor | None = None,
     lane_slots: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    lane_scales: torch.Tensor | None = None,
+    noise: StateNoise | None = None,
 ) -> torch.Tensor:
     """Advance every sequence by its 0..max_new new tokens; returns y [T, H, P] in x's dtype.
 
@@ -133,36 +170,43 @@ def ssm_update(
     token t; lane_slots int32 [S] says which slot of `lanes` where it is not that of `state`, and
     then a lane may be the very memory that the state is read from. parents int32 [T]: the new
     token, counted within its sequence, that each continues from, -1 for the stored state; parents
-    stand before their children. A tree has no one final state, so it needs update_state=False."""
+    stand before their children. A tree has no one final state, so it needs update_state=False.
+    scales fp32 [slots, H, P] and lane_scales [slots, >= max_new, H, P]: of int16 and int8 states.
+    noise: for fp16 states with stochastic rounding. A token of a tree has its path's position."""
     T, H, P = x.shape
     G, N = check_rows(x, dt, B, C, state, z)
-    _check_lanes(state, lanes, max_new, update_state, parents)
+    check_state(state, scales, noise, slots.shape[0])
+    _check_lanes(state, lanes, lane_scales, max_new, update_state, parents)
     require(
         lane_slots is None or lane_slots.shape == slots.shape,
         f"lane_slots must name a slot for each of {slots.shape[0]} sequences",
     )
     y = torch.empty((T, H, P), dtype=x.dtype, device=x.device)
     single = max_new == 1 and lanes is None and parents is None
-    axes = {"H": H, "P": P, "N": N, "G": G, "STATE": DTYPE_NAMES.get(state.dtype, "?")}
+    axes = {"H": H, "P": P, "N": N, "G": G, "STATE": state_axis(state, noise)}
     tile = SSM_UPDATE.tile(T, x, **axes, NEW=1 if single else 4, TREE=int(parents is not None))
     grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"])),)
-    inputs = (x, dt, A, B, C, D, dt_bias, z, y, state)
+    seeds, lengths, layer = (None, None, 0) if noise is None else noise
+    tensors = (x, dt, A, B, C, D, dt_bias, z, y, state, scales, seeds, lengths)
     strides = (x.stride(0), x.stride(1), dt.stride(0), *B.stride()[:2], *C.stride()[:2])
     gate = (0, 0) if z is None else z.stride()[:2]
+    ints = (layer, *strides, *gate, state.stride(0), _slot_stride(scales))
     rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), P, N)
     if single:
-        where = (cu, slots, *strides, *gate, state.stride(0), *rest)
-        launch(_ssm_update, grid, *inputs, *where, UPDATE=update_state, **tile)
+        where = (cu, slots, *ints, *rest)
+        launch(_ssm_update, grid, *tensors, *where, UPDATE=update_state, **tile)
         return y
-    slot_strides = (state.stride(0), 0 if lanes is None else lanes.stride(0))
-    where = (*strides, *gate, *slot_strides, *rest)
+    index = (lanes, lane_scales, cu, slots, lane_slots)
+    where = (*ints, _slot_stride(lanes), _slot_stride(lane_scales), *rest)
     if parents is None:
-        operands = (*inputs, lanes, cu, slots, lane_slots, *where)
-        launch(_update_chain, grid, *operands, UPDATE=update_state, **tile)
+        launch(_update_chain, grid, *tensors, *index, *where, UPDATE=update_state, **tile)
     else:
-        operands = (*inputs, lanes, cu, slots, lane_slots, parents, *where)
-        launch(_update_tree, grid, *operands, **tile)
+        launch(_update_tree, grid, *tensors, *index, parents, *where, **tile)
     return y
+
+
+def _slot_stride(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
 
 
 def check_rows(
@@ -196,11 +240,15 @@ def check_rows(
 def _check_lanes(
     state: torch.Tensor,
     lanes: torch.Tensor | None,
+    lane_scales: torch.Tensor | None,
     max_new: int,
     update_state: bool,
     parents: torch.Tensor | None,
 ) -> None:
     if lanes is not None:
+        wanted = tuple(lanes.shape[:-1]) if state.dtype in CODE_MAX else None
+        got = None if lane_scales is None else tuple(lane_scales.shape)
+        require(got == wanted, f"lanes of {state.dtype} need lane_scales {wanted}, got {got}")
         require(
             lanes.shape[1] >= max_new and lanes.shape[2:] == state.shape[1:],
             f"lanes must be [slots, at least {max_new}, {', '.join(map(str, state.shape[1:]))}], "
@@ -232,9 +280,13 @@ def _make_ssm_update(
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=rng, device=dev)
 
-    state = torch.full((S + 2, H, P, N), float("nan"), device=dev, dtype=DTYPES[case.STATE])
-    state[slots.long()] = normal(S, H, P, N).to(state.dtype)
-    args = {
+    fmt = STATE_AXES[case.STATE]
+    state, scales = unowned_state((S + 2, H, P, N), fmt.dtype, dev)
+    kept, kept_scales = round_state_ref(normal(S, H, P, N), fmt.dtype)
+    state[slots.long()] = kept
+    if scales is not None and kept_scales is not None:
+        scales[slots.long()] = kept_scales
+    args: Args = {
         "x": normal(T, H, P).to(dtype),
         "dt": normal(T, H).to(dtype),
         "A": -1 - 15 * torch.rand(H, generator=rng, device=dev),
@@ -246,16 +298,43 @@ def _make_ssm_update(
         "cu": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(dev),
         "slots": slots,
         "max_new": case.NEW,
+        "scales": scales,
     }
     if case.NEW > 1:
-        args["lanes"] = torch.full_like(state, float("nan"))[:, None].repeat(
-            1, case.NEW + 1, 1, 1, 1
-        )
-        args["update_state"] = False
+        lanes = unowned_state((S + 2, case.NEW + 1, H, P, N), fmt.dtype, dev)
+        args |= {"lanes": lanes[0], "lane_scales": lanes[1], "update_state": False}
+    if fmt.stochastic:
+        args["noise"] = make_noise(S, dev, rng)
     if case.TREE:
         parents = [(t - 1) // 2 if t else -1 for n in lengths for t in range(n)]  # binary trees
         args["parents"] = torch.tensor(parents, dtype=torch.int32, device=dev)
     return args
+
+
+def unowned_state(
+    shape: tuple[int, ...], dtype: torch.dtype, dev: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States (and scales) that nobody wrote yet: NaN."""
+    if dtype not in CODE_MAX:
+        return torch.full(shape, float("nan"), device=dev, dtype=dtype), None
+    codes = torch.full(shape, 77, device=dev, dtype=dtype)
+    return codes, torch.full(shape[:-1], float("nan"), device=dev)
+
+
+def make_noise(S: int, dev: torch.device, rng: torch.Generator) -> StateNoise:
+    """Seeds of both signs and long contexts, for S sequences of at most 1,000 new tokens."""
+    seeds = torch.randint(-(2**62), 2**62, (S,), generator=rng, device=dev)
+    lengths = torch.randint(1000, 2**20, (S,), generator=rng, device=dev).int()
+    return StateNoise(seeds, lengths, layer=39)
+
+
+def meant(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Codes and scales among named tensors replaced by the numbers they mean."""
+    found = dict(values)
+    for name, scales in (("state", "scales"), ("lanes", "lane_scales")):
+        if found.get(scales) is not None:
+            found[name] = restore_state_ref(found[name], found.pop(scales))
+    return found
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
@@ -263,7 +342,7 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     heads, width = cdiv(tokens, case.NEW) * case.H, next_pow2(case.N)
     lane = 16 if heads < 1024 else 32 if heads < 16384 else 64  # elements a thread
     if case.STATE != "fp32":
-        lane = min(2 * lane, 64)  # half the bytes
+        lane = min(2 * lane, 64)  # half the bytes, or a quarter
     if case.TREE:
         lane = min(lane, 32)  # the stored state stays in registers beside the path's
     if case.NEW > 1 and case.STATE == "fp16":
@@ -288,14 +367,15 @@ def _cases(config: object) -> list[Case]:
     sizes = {"H": mamba.heads, "P": mamba.head_dim, "N": mamba.state, "G": mamba.groups}
     return [
         Case(**sizes, STATE=state, NEW=new, TREE=tree)
-        for state in ("fp32", "bf16", "fp16")
+        for state in STATE_AXES
         for new, tree in ((1, 0), (4, 0), (4, 1))
     ]
 
 
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
     S, size = cdiv(T, case.NEW), case.H * case.P * case.N
-    states = S * size * DTYPES[case.STATE].itemsize * (2 if case.NEW == 1 else 1 + case.NEW)
+    one = case.H * case.P * STATE_AXES[case.STATE].row_bytes(case.N)
+    states = S * one * (2 if case.NEW == 1 else 1 + case.NEW)
     rows = T * (2 * case.H * case.P + 2 * case.G * case.N + case.H)
     return Cost(6 * T * size, states + rows * dtype.itemsize)
 
@@ -310,13 +390,19 @@ SSM_UPDATE = KernelSpec(
         Case(H=3, P=5, N=20, G=1, STATE="bf16", NEW=3, TREE=0),
         Case(H=2, P=24, N=48, G=2, STATE="fp16", NEW=6, TREE=1),
         Case(H=2, P=7, N=33, G=1, STATE="fp32", NEW=4, TREE=0),
+        Case(H=2, P=5, N=20, G=1, STATE="fp16-sr", NEW=1, TREE=0),
+        Case(H=1, P=6, N=24, G=1, STATE="fp16-sr", NEW=4, TREE=1),
+        Case(H=2, P=5, N=20, G=2, STATE="int8", NEW=1, TREE=0),
+        Case(H=1, P=7, N=16, G=1, STATE="int8", NEW=3, TREE=0),
+        Case(H=1, P=6, N=20, G=1, STATE="int16", NEW=3, TREE=1),
     ],
     tokens=(1, 4, 16, 64, 256, 1024, 4096),
     make=_make_ssm_update,
     tiles=_tiles,
     default=_default_tile,
     cost=_cost,
-    mutates=("state", "lanes"),
+    mutates=("state", "scales", "lanes", "lane_scales"),
+    meaning=meant,
     per_token=("x", "dt", "B", "C"),
     strided=("x", "dt", "B", "C"),
 )
