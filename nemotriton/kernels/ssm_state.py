@@ -188,6 +188,38 @@ def restore_state_ref(
     return h if scales is None else h * scales[..., None].to(dtype)
 
 
+def read_state_ref(
+    state: torch.Tensor, scales: torch.Tensor | None, cell: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """A copy of the state [H, P, N] of one cell of state [cells, H, P, N] as numbers of `dtype`."""
+    return restore_state_ref(state[cell], None if scales is None else scales[cell], dtype)
+
+
+def write_state_ref(
+    stored: torch.Tensor,
+    stored_scales: torch.Tensor | None,
+    state: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    *cell: int,
+) -> None:
+    """Put what `round_state_ref` returned into a cell; nothing where there is no `state`."""
+    if state is not None:
+        state[cell] = stored.to(state.dtype)
+    if scales is not None and stored_scales is not None:
+        scales[cell] = stored_scales
+
+
+def drawn_ref(
+    noise: StateNoise | None, s: int, offset: int, h: torch.Tensor
+) -> torch.Tensor | None:
+    """Noise for sequence s's h [H, P, N] at `offset` tokens from its end, -1 being the last."""
+    if noise is None:
+        return None
+    position, (rows, N) = int(noise.lengths[s]) + offset, h.flatten(0, 1).shape
+    drawn = state_noise_ref(int(noise.seeds[s]), position, noise.layer, rows, N, h.device)
+    return drawn.view(h.shape)
+
+
 # --------------------------------------------------------------------------------- jit functions
 @triton.jit
 def load_state(state_at, scales_ptr, scale_offsets, mask, mask_rows):

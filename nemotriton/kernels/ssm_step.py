@@ -32,6 +32,12 @@ def step_size(dt, bias, low, high):
 
 
 @triton.jit
+def _load_head(A_at, D_at, bias_at):
+    A, D = tl.load(A_at).to(tl.float32), tl.load(D_at).to(tl.float32)
+    return A, D, tl.load(bias_at).to(tl.float32)
+
+
+@triton.jit
 def _load_token(x_at, dt_at, B_at, C_at, on, on_p, on_n):
     """x [BLOCK_P], dt, B and C [BLOCK_N] of one token as they are; zeros where masked."""
     x = tl.load(x_at, mask=on_p & on, other=0.0)
@@ -108,8 +114,7 @@ def _ssm_update(
     mask = on_p[:, None] & (n < N)[None, :]
     scale_at = slot * scales_slot + rows
     h = load_state(h_at, scales_ptr, scale_at, mask, on_p)  # [BLOCK_P, BLOCK_N]
-    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
-    bias = tl.load(bias_ptr + head).to(tl.float32)
+    A, D, bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
     x, dt, B, C = _load_token(x_at, dt_at, B_at, C_at, on, on_p, on_n)
@@ -155,8 +160,7 @@ def _update_chain(
     mask = kept_p[:, None] & (n < N)[None, :]
     state_at, scale_at = state_ptr + slot * state_slot + inner, slot * scales_slot + rows
     h = load_state(state_at, scales_ptr, scale_at, mask, kept_p)
-    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
-    bias = tl.load(bias_ptr + head).to(tl.float32)
+    A, D, bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     seed, position = _noise_key(seeds_ptr, lengths_idx, s, count)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
@@ -199,15 +203,12 @@ def _path(parents_idx, t):
 @triton.jit(do_not_specialize=["layer"])
 def _update_tree(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
-    seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx,
-    parents_idx,
+    seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx, up_idx,
     layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
     lanes_slot, lane_scales_slot, H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that continue from any earlier one; the stored state stays.
-
-    A token's position is that of its path's, so that it rounds as the chain of its path does."""
+    """Tokens that continue from any earlier one; each rounds as the chain of its path does."""
     pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     p = (pid % tiles * BLOCK_P).to(tl.int32) + tl.arange(0, BLOCK_P)
@@ -229,14 +230,13 @@ def _update_tree(
     mask = kept_p[:, None] & (n < N)[None, :]
     state_at = state_ptr + slot * state_slot + inner
     before = load_state(state_at, scales_ptr, slot * scales_slot + rows, mask, kept_p)
-    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
-    bias = tl.load(bias_ptr + head).to(tl.float32)
+    A, D, bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     seed, first = _noise_key(seeds_ptr, lengths_idx, s, count)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
     y_at, z_offset = y_ptr + (row * H + head) * P + p, row * z_t + head * z_h + p
     for t in range(count):
-        path = _path(parents_idx + row, t)
+        path = _path(up_idx + row, t)
         position, h = first, before
         for i in range(t):
             if (path >> i) & 1 != 0:

@@ -42,10 +42,12 @@ from nemotriton.kernels.ssm_state import (
     STATE_AXES,
     StateNoise,
     check_state,
+    drawn_ref,
+    read_state_ref,
     restore_state_ref,
     round_state_ref,
     state_axis,
-    state_noise_ref,
+    write_state_ref,
 )
 from nemotriton.kernels.ssm_step import _ssm_update, _update_chain, _update_tree
 
@@ -100,42 +102,24 @@ def ssm_update_ref(
     noise: StateNoise | None = None,
 ) -> torch.Tensor:
     """Twin of `ssm_update`: sequence by sequence, token by token."""
-    f, starts = acc_dtype(x), cu.tolist()
-    dt, y = time_step_ref(dt, dt_bias, dt_limit), torch.zeros_like(x)
-    homes = (slots if lane_slots is None else lane_slots).tolist()
+    f, starts, y = acc_dtype(x), cu.tolist(), torch.zeros_like(x)
+    dt = time_step_ref(dt, dt_bias, dt_limit)
     for s, slot in enumerate(slots.tolist()):
-        # a copy, since lanes may lie over it
-        stored = restore_state_ref(state[slot], None if scales is None else scales[slot], f)
-        seen: list[torch.Tensor] = []
-        depths: list[int] = []  # tokens before each on its path
         count = starts[s + 1] - starts[s] if slot >= 0 else 0
+        # each token's state and the length of its path; copies, since lanes may lie over the stored
+        seen = {-1: (read_state_ref(state, scales, slot, f), 0)}
         for t, row in enumerate(range(starts[s], starts[s] + count)):
             parent = t - 1 if parents is None else int(parents[row])
-            h = seen[parent] if parent >= 0 else stored
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+            h, depth = seen[parent]
             out, h = ssm_step_ref(h, x[row], dt[row], A, B[row], C[row], D)
             y[row] = (out if z is None else out * silu_ref(z[row].to(f))).to(x.dtype)
-            drawn = _drawn(noise, s, depths[-1] - count, h)
-            kept, kept_scales = round_state_ref(h, state.dtype, drawn)
-            seen.append(restore_state_ref(kept, kept_scales, f))
-            if lanes is not None:
-                lanes[homes[s], t] = kept.to(lanes.dtype)
-            if lane_scales is not None and kept_scales is not None:
-                lane_scales[homes[s], t] = kept_scales
+            kept = round_state_ref(h, state.dtype, drawn_ref(noise, s, depth - count, h))
+            seen[t] = restore_state_ref(*kept, f), depth + 1
+            home = slot if lane_slots is None else int(lane_slots[s])
+            write_state_ref(*kept, lanes, lane_scales, home, t)
             if update_state and t == count - 1:
-                state[slot] = kept
-                if scales is not None and kept_scales is not None:
-                    scales[slot] = kept_scales
+                write_state_ref(*kept, state, scales, slot)
     return y
-
-
-def _drawn(noise: StateNoise | None, s: int, offset: int, h: torch.Tensor) -> torch.Tensor | None:
-    """Noise for h [H, P, N] at the position `offset` (below zero) from the end of sequence s."""
-    if noise is None:
-        return None
-    position, (rows, N) = int(noise.lengths[s]) + offset, h.flatten(0, 1).shape
-    drawn = state_noise_ref(int(noise.seeds[s]), position, noise.layer, rows, N, h.device)
-    return drawn.view(h.shape)
 
 
 # --------------------------------------------------------------------------------------------- op
@@ -176,11 +160,7 @@ def ssm_update(
     T, H, P = x.shape
     G, N = check_rows(x, dt, B, C, state, z)
     check_state(state, scales, noise, slots.shape[0])
-    _check_lanes(state, lanes, lane_scales, max_new, update_state, parents)
-    require(
-        lane_slots is None or lane_slots.shape == slots.shape,
-        f"lane_slots must name a slot for each of {slots.shape[0]} sequences",
-    )
+    _check_lanes(state, lanes, lane_scales, slots, lane_slots, max_new, update_state, parents)
     y = torch.empty((T, H, P), dtype=x.dtype, device=x.device)
     single = max_new == 1 and lanes is None and parents is None
     axes = {"H": H, "P": P, "N": N, "G": G, "STATE": state_axis(state, noise)}
@@ -241,10 +221,16 @@ def _check_lanes(
     state: torch.Tensor,
     lanes: torch.Tensor | None,
     lane_scales: torch.Tensor | None,
+    slots: torch.Tensor,
+    lane_slots: torch.Tensor | None,
     max_new: int,
     update_state: bool,
     parents: torch.Tensor | None,
 ) -> None:
+    require(
+        lane_slots is None or lane_slots.shape == slots.shape,
+        f"lane_slots must name a slot for each of {slots.shape[0]} sequences",
+    )
     if lanes is not None:
         wanted = tuple(lanes.shape[:-1]) if state.dtype in CODE_MAX else None
         got = None if lane_scales is None else tuple(lane_scales.shape)
