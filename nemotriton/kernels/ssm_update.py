@@ -106,8 +106,7 @@ def ssm_update_ref(
     dt = time_step_ref(dt, dt_bias, dt_limit)
     for s, slot in enumerate(slots.tolist()):
         count = starts[s + 1] - starts[s] if slot >= 0 else 0
-        # each token's state and the length of its path; copies, since lanes may lie over the stored
-        seen = {-1: (read_state_ref(state, scales, slot, f), 0)}
+        seen = {-1: (read_state_ref(state, scales, slot, f), 0)}  # with the length of the path
         for t, row in enumerate(range(starts[s], starts[s] + count)):
             parent = t - 1 if parents is None else int(parents[row])
             h, depth = seen[parent]
