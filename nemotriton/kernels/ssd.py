@@ -11,7 +11,8 @@ is above zero. dt = clamp(softplus(dt + dt_bias), dt_limit); A < 0 and D are one
 x [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; sequences are packed behind
 each other (`cu`), and the `chunks` table (sequence, first token, tokens) never straddles two of
 them. The state [slots, H, P, N] is read unless the piece is fresh, and the final one is written
-over it, in its own dtype; everything between is fp32. The kernels are in `ssd_chunk.py`.
+over it, in its own format (`ssm_state.py`); everything between is fp32. The kernels are in
+`ssd_chunk.py`.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,14 @@ from nemotriton.kernels.ssd_chunk import (
     chunk_states,
     chunk_steps,
     pass_states,
+)
+from nemotriton.kernels.ssm_state import (
+    StateNoise,
+    check_state,
+    drawn_ref,
+    read_state_ref,
+    round_state_ref,
+    write_state_ref,
 )
 from nemotriton.kernels.ssm_update import check_rows, ssm_step_ref, time_step_ref
 
@@ -154,6 +163,8 @@ def ssd_prefill_ref(
     chunks: torch.Tensor,
     chunk_size: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    scales: torch.Tensor | None = None,
+    noise: StateNoise | None = None,
 ) -> torch.Tensor:
     """Twin of `ssd_prefill`: chunk by chunk, each sequence's state carried in fp32."""
     dt, y = time_step_ref(dt, dt_bias, dt_limit), torch.zeros_like(x)
@@ -161,7 +172,7 @@ def ssd_prefill_ref(
     h: dict[int, torch.Tensor] = {}
     for s, slot in enumerate(slot_of):
         if slot >= 0 and (is_fresh[s] or starts[s] < starts[s + 1]):
-            stored = state[slot].to(acc_dtype(x))
+            stored = read_state_ref(state, scales, slot, acc_dtype(x))
             h[s] = torch.zeros_like(stored) if is_fresh[s] else stored
     for s, first, tokens in chunks.tolist():
         if s in h:
@@ -169,7 +180,8 @@ def ssd_prefill_ref(
             out, h[s] = ssd_chunk_ref(x[q], dt[q], A, B[q], C[q], D, h[s])
             y[q] = out.to(y.dtype)
     for s, final in h.items():
-        state[slot_of[s]] = final.to(state.dtype)
+        kept = round_state_ref(final, state.dtype, drawn_ref(noise, s, -1, final))
+        write_state_ref(*kept, state, scales, slot_of[s])
     return y
 
 
@@ -190,6 +202,8 @@ def ssd_prefill(
     chunks: torch.Tensor,
     chunk_size: int,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    scales: torch.Tensor | None = None,
+    noise: StateNoise | None = None,
 ) -> torch.Tensor:
     """Scan packed pieces of prompts; returns y [T, H, P] in x's dtype, final states in place.
 
@@ -197,14 +211,16 @@ def ssd_prefill(
     pad, whose y is zeros; `fresh` bool [S]: the slot's contents are ignored, the state begins at
     zero (also of an empty piece, while an empty piece that is not fresh leaves it alone). `chunks`
     int32 [n, 3] as made by `chunk_table`: it must hold every token once, in order, in chunks of at
-    most chunk_size tokens; this is not checked."""
+    most chunk_size tokens; this is not checked. scales fp32 [slots, H, P]: of int16 and int8
+    states. noise: for fp16 states with stochastic rounding, at the position of the last token."""
     H, P = x.shape[1:]
     G, N = check_rows(x, dt, B, C, state)
+    check_state(state, scales, noise, slots.shape[0])
     tile = _bearable(SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size), x.dtype)
     steps, sums, spans = chunk_steps(dt, A, dt_bias, dt_limit, chunks, slots, chunk_size)
     scores = chunk_scores(B, C, chunks, chunk_size, tile)
     states = chunk_states(x, B, steps, sums, chunks, chunk_size, tile)
-    pass_states(states, state, sums, spans, cu, slots, fresh, chunks)
+    pass_states(states, state, sums, spans, cu, slots, fresh, chunks, scales, noise)
     return chunk_scan(x, C, D, steps, sums, scores, states, chunks, slots, tile)
 
 

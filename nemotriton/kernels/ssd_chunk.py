@@ -26,6 +26,13 @@ import triton
 import triton.language as tl
 
 from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2
+from nemotriton.kernels.ssm_state import (
+    StateNoise,
+    load_state,
+    round_state,
+    state_noise,
+    store_state,
+)
 from nemotriton.kernels.ssm_step import step_size
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -140,15 +147,17 @@ def _chunk_states(
         tl.store(at, acc, mask=(p < P)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "layer"])
 def _pass_states(
-    states_ptr, state_ptr, sum_ptr, fresh_ptr, spans_idx, chunks_idx, cu_idx, slots_idx,
-    state_slot, T, H,
-    PN: tl.constexpr, BLOCK: tl.constexpr,
+    states_ptr, state_ptr, scales_ptr, seeds_ptr, sum_ptr, fresh_ptr, lengths_idx, spans_idx,
+    chunks_idx, cu_idx, slots_idx,
+    layer, state_slot, scales_slot, T, H,
+    P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
-    tiles: tl.constexpr = (PN + BLOCK - 1) // BLOCK
-    e = (pid % tiles * BLOCK).to(tl.int32) + tl.arange(0, BLOCK)
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    p = (pid % tiles * BLOCK_P).to(tl.int32) + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
     head = pid // tiles
     s, h = head // H, head % H
     slot = tl.load(slots_idx + s).to(tl.int64)
@@ -156,19 +165,30 @@ def _pass_states(
     filled = tl.load(cu_idx + s + 1).to(tl.int64) > start
     fresh = tl.load(fresh_ptr + s) != 0
     live = (slot >= 0) & (filled | fresh)
-    at = state_ptr + slot * state_slot + h * PN + e
+    rows = h * P + p
+    inner = p[:, None] * N + n[None, :]
+    state_at = state_ptr + slot * state_slot + h * P * N + inner
+    scale_at = slot * scales_slot + rows
+    inside = (p < P)[:, None] & (n < N)[None, :]
     # what a fresh sequence's slot holds is never read: it may be NaN
-    v = tl.load(at, mask=(e < PN) & live & (fresh == 0), other=0.0).to(tl.float32)
+    kept = live & (fresh == 0)
+    v = load_state(state_at, scales_ptr, scale_at, inside & kept, (p < P) & kept)
     begin = tl.load(spans_idx + s * 2, mask=live & filled, other=0).to(tl.int64)
     end = tl.load(spans_idx + s * 2 + 1, mask=live & filled, other=0).to(tl.int64)
     for c in range(begin, end):
         first, tokens = chunk_rows(chunks_idx, c)
         total = tl.load(sum_ptr + h * T + first + tokens - 1)
-        place = states_ptr + (c * H + h) * PN + e
-        own = tl.load(place, mask=e < PN, other=0.0)
-        tl.store(place, v, mask=e < PN)
+        place = states_ptr + (c * H + h) * P * N + inner
+        own = tl.load(place, mask=inside, other=0.0)
+        tl.store(place, v, mask=inside)
         v = v * tl.exp2(total) + own
-    tl.store(at, v.to(state_ptr.dtype.element_ty), mask=(e < PN) & live)
+    if seeds_ptr is None:
+        stored, scale = round_state(v, state_ptr, scales_ptr, None)
+    else:
+        position = tl.load(lengths_idx + s).to(tl.int64) - 1
+        noise = state_noise(tl.load(seeds_ptr + s), position, layer, rows, N, BLOCK_N)
+        stored, scale = round_state(v, state_ptr, scales_ptr, noise)
+    store_state(stored, scale, state_at, scales_ptr, scale_at, inside & live, (p < P) & live)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -302,13 +322,18 @@ def pass_states(
     slots: torch.Tensor,
     fresh: torch.Tensor,
     chunks: torch.Tensor,
+    scales: torch.Tensor | None,
+    noise: StateNoise | None,
 ) -> None:
     """Turn what chunks add into the states before them, and store the final ones in `state`."""
     H, P, N = state.shape[1:]
-    block = min(1024, next_pow2(P * N))
-    grid = (slots.shape[0] * H * cdiv(P * N, block),)
-    operands = (states, state, sums, fresh, spans, chunks, cu, slots, state.stride(0))
-    launch(_pass_states, grid, *operands, sums.shape[1], H, PN=P * N, BLOCK=block)
+    width = next_pow2(N)
+    block = max(1, min(1024 // width, next_pow2(P)))
+    grid = (slots.shape[0] * H * cdiv(P, block),)
+    seeds, lengths, layer = (None, None, 0) if noise is None else noise
+    tensors = (states, state, scales, seeds, sums, fresh, lengths, spans, chunks, cu, slots)
+    ints = (layer, state.stride(0), 0 if scales is None else scales.stride(0), sums.shape[1], H)
+    launch(_pass_states, grid, *tensors, *ints, P=P, N=N, BLOCK_P=block, BLOCK_N=width)
 
 
 def chunk_scan(

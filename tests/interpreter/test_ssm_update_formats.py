@@ -1,5 +1,5 @@
-"""The state update in the formats with scales or noise: what is stored depends on nothing but the
-sequence, its seed and its positions."""
+"""State update and prefill in the formats with scales or noise: what is stored depends on nothing
+but the sequence, its seed and its positions."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nemotriton.errors import UnsupportedError
+from nemotriton.kernels.ssd import chunk_table, ssd_prefill
 from nemotriton.kernels.ssm_state import STATE_AXES, StateNoise, restore_state_ref, round_state_ref
 from nemotriton.kernels.ssm_update import ssm_update, unowned_state
 from tests.conftest import Poison
@@ -29,11 +30,13 @@ class Pool:
     scales: torch.Tensor | None
 
     @classmethod
-    def of(cls, axis: str, shape: tuple[int, ...], owned: list[int]) -> "Pool":
+    def of(
+        cls, axis: str, shape: tuple[int, ...], owned: list[int], sizes: Sizes = SIZES
+    ) -> "Pool":
         fmt = STATE_AXES[axis]
-        pool = cls(axis, *unowned_state((*shape, SIZES.H, SIZES.P, SIZES.N), fmt.dtype, CPU))
+        pool = cls(axis, *unowned_state((*shape, sizes.H, sizes.P, sizes.N), fmt.dtype, CPU))
         for cell in owned:
-            kept, scales = round_state_ref(state_of(1, SIZES, seed=cell)[0].float(), fmt.dtype)
+            kept, scales = round_state_ref(state_of(1, sizes, seed=cell)[0].float(), fmt.dtype)
             pool.state[cell] = kept
             if pool.scales is not None:
                 pool.scales[cell] = scales
@@ -137,3 +140,32 @@ def test_what_does_not_fit_is_refused() -> None:
     lanes = Pool("int8", pool.state[:, None], None)
     with pytest.raises(UnsupportedError, match=r"need lane_scales \(2, 1, 1, 6\)"):
         update(a, pool, [1], [0], [1], [0], lanes, update_state=False)
+
+
+@pytest.mark.parametrize("axis", [*FORMATS, "bf16"])
+def test_prefill_stores_final_states_in_every_format(axis: str, poison: Poison) -> None:
+    """A fresh piece, one that continues, and a pad; then the pieces end at other positions."""
+    sizes = Sizes(H=2, P=5, N=12, G=1)
+    a, pool = as_model(inputs(9, sizes), torch.float32), Pool.of(axis, (3,), [1], sizes)
+    lengths, slots = [4, 3, 2], torch.tensor([2, 1, -1], dtype=torch.int32)
+    cu = torch.tensor([0, 4, 7, 9], dtype=torch.int32)
+    table = torch.tensor(chunk_table(lengths, 3), dtype=torch.int32)
+    where = (cu, slots, torch.tensor([True, False, False]), table, 3)
+    twin, other = pool.copy(), pool.copy()
+    for run, to, ends in (
+        (ssd_prefill.triton, pool, [4, 30, 2]),
+        (ssd_prefill.ref, twin, [4, 30, 2]),
+        (ssd_prefill.triton, other, [5, 31, 2]),
+    ):
+        noise = None
+        if STATE_AXES[axis].stochastic:
+            noise = StateNoise(torch.tensor(SEEDS), torch.tensor(ends, dtype=torch.int32), 1)
+        y = run(*a.all(), to.state, *where, scales=to.scales, noise=noise)  # type: ignore[operator]
+        assert not y[7:].any()
+    for slot in (1, 2):
+        got, want = pool.at(slot), twin.at(slot)
+        assert bool(got.isfinite().all())
+        # equal but for sums that fell on two sides of a tie
+        assert ((got - want).abs() > 1e-5 * want.abs().amax()).double().mean() < 0.05
+        assert torch.allclose(got, want, rtol=0.01, atol=0.02)
+        assert torch.equal(got, other.at(slot)) != STATE_AXES[axis].stochastic
