@@ -42,6 +42,51 @@ class DraftModel(Protocol):
         ...
 
 
+class Passes(Protocol):
+    """The sequences that `Drafter.guess` drafts for, those with most drafts first."""
+
+    def having(self, draft: int) -> int:
+        """How many have this draft: the first so many."""
+        ...
+
+    def pick(self, logits: Tensor, parent: int, ids: Tensor) -> Tensor:
+        """Tokens int64 [n] for logits [n, V] of the first n, behind their draft `parent`.
+
+        ids [>= n, widest]: the drafts so far. -1 for a broken row."""
+        ...
+
+    def batch(self, n: int, first: int, count: int) -> Batch:
+        """The drafts first .. first + count - 1 of the first n sequences as a decode batch."""
+        ...
+
+
+class _Listed:
+    """The passes over requests, sorted by their number of drafts."""
+
+    def __init__(self, drafter: Drafter, order: Sequence[Request]) -> None:
+        self.drafter = drafter
+        self.order = order
+
+    def having(self, draft: int) -> int:
+        return sum(r.drafts >= draft for r in self.order)
+
+    def pick(self, logits: Tensor, parent: int, ids: Tensor) -> Tensor:
+        having = self.order[: logits.shape[0]]
+        ahead = [self.drafter.before(ids[j], parent, r) for j, r in enumerate(having)]
+        return self.drafter.sampler.pick(logits, having, ahead)
+
+    def batch(self, n: int, first: int, count: int) -> Batch:
+        return build_batch(
+            [Piece(r, r.length + first - 2, count) for r in self.order[:n]],
+            [],
+            [],
+            page_size=self.drafter.page_size,
+            chunk=None,
+            device=self.drafter.device,
+            parents=self.drafter.parents(count) * n,
+        )
+
+
 class Drafter:
     """Proposes the drafts of a step and completes the block's caches after it.
 
@@ -83,56 +128,52 @@ class Drafter:
         # most drafts first: those who have draft d are then the first so many
         order = sorted(drafting, key=lambda r: -r.drafts)
         widest = order[0].drafts
-        ids = torch.zeros((len(order), widest), dtype=torch.int64, device=self.device)
-        hidden = {0: torch.stack([r.hidden for r in order])}
-        levels = self.shape.levels(widest)
-        for level, deeper in zip(levels, [*levels[1:], []]):
-            self._pick(level, order, hidden, ids)
-            if deeper:
-                self._extend(level, [r for r in order if r.drafts >= deeper[0]], hidden, ids)
+        start = torch.stack([r.hidden for r in order])
+        ids = self.guess(widest, start, _Listed(self, order))
         if order[-1].drafts == widest:
             return ids.flatten()
         rank = {r.id: j for j, r in enumerate(order)}
         cells = [rank[r.id] * widest + d for r in drafting for d in range(r.drafts)]
         return ids.flatten()[torch.tensor(cells, device=self.device)]
 
+    def guess(self, widest: int, start: Tensor, passes: Passes) -> Tensor:
+        """Drafts int64 [n, widest] of n sequences behind their hidden states `start` [n, D]."""
+        ids = torch.zeros((start.shape[0], widest), dtype=torch.int64, device=self.device)
+        hidden = {0: start}
+        levels = self.shape.levels(widest)
+        for level, deeper in zip(levels, [*levels[1:], []]):
+            self._pick(level, passes, hidden, ids)
+            if deeper:
+                self._extend(level, passes.having(deeper[0]), passes, hidden, ids)
+        return ids
+
     def _pick(
-        self, level: list[int], order: list[Request], hidden: dict[int, Tensor], ids: Tensor
+        self, level: list[int], passes: Passes, hidden: dict[int, Tensor], ids: Tensor
     ) -> None:
         """The drafts of one level: behind each parent the likeliest tokens, one after the other."""
         children: dict[int, list[int]] = {}
         for draft in level:
             children.setdefault(self.shape.parents[draft - 1], []).append(draft)
-        rows = {p: sum(r.drafts >= own[0] for r in order) for p, own in children.items()}
+        rows = {p: passes.having(own[0]) for p, own in children.items()}
         logits = self.model.logits(torch.cat([hidden[p][: rows[p]] for p in children]))
         parts = dict(zip(children, logits.split(list(rows.values())), strict=True))
         for parent, own in children.items():
             for draft in own:
-                having = [r for r in order if r.drafts >= draft]
-                ahead = [self.before(ids[j], parent, r) for j, r in enumerate(having)]
-                row_logits = parts[parent][: len(having)]
-                picked = self.sampler.pick(row_logits, having, ahead).clamp_min(0)
-                ids[: len(having), draft - 1] = picked
+                having = passes.having(draft)
+                row_logits = parts[parent][:having]
+                picked = passes.pick(row_logits, parent, ids).clamp_min(0)
+                ids[:having, draft - 1] = picked
                 if draft != own[-1]:
                     row_logits.scatter_(1, picked[:, None], -torch.inf)
 
     def _extend(
-        self, level: list[int], requests: list[Request], hidden: dict[int, Tensor], ids: Tensor
+        self, level: list[int], n: int, passes: Passes, hidden: dict[int, Tensor], ids: Tensor
     ) -> None:
-        """The block's outputs on the drafts of one level, for those who draft behind them."""
+        """The block's outputs on the drafts of one level, for the n who draft behind them."""
         first = 1 if self._again else level[0]
         drafts = range(first, level[-1] + 1)
-        n, count = len(requests), len(drafts)
-        parents = [] if self.shape.is_chain else [p - 1 for p in self.shape.parents[:count]] * n
-        batch = build_batch(
-            [Piece(r, r.length + first - 2, count) for r in requests],
-            [],
-            [],
-            page_size=self.page_size,
-            chunk=None,
-            device=self.device,
-            parents=parents,
-        )
+        count = len(drafts)
+        batch = passes.batch(n, first, count)
         assert batch.decode is not None
         batch.decode.trial = True
         batch = replace(batch, ids=ids[:n, first - 1 : level[-1]].flatten())
@@ -140,6 +181,10 @@ class Drafter:
         out = self.model.draft(batch, before.flatten(0, 1), self.caches).unflatten(0, (n, count))
         for draft in level:
             hidden[draft] = out[:, draft - first]
+
+    def parents(self, count: int) -> list[int]:
+        """`Span.parents` of one sequence's first `count` drafts, alone in a pass; [] of a chain."""
+        return [] if self.shape.is_chain else [p - 1 for p in self.shape.parents[:count]]
 
     def follow(self, batch: Batch, hidden: Tensor, picked: Tensor, rows: Tensor) -> Tensor:
         """Complete the block's caches by a step's rows; its outputs [R, D] on `rows`.

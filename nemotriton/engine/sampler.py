@@ -58,10 +58,9 @@ class Sampler:
         infinite: the model, not the request's neighbours, is at fault, and only that request has to
         end.
         """
-        finite = torch.isfinite(logits.amax(-1))
         ahead = [d.shape[0] for d in drafts] or [0] * len(requests)
-        logits = self._adjust(logits, requests, drafts, ahead)
-        return torch.where(finite, sample_tokens(logits, *self._rules(requests, ahead)), -1)
+        adjusted = self._adjust(logits, requests, drafts, ahead)
+        return choose(logits, adjusted, *self._rules(requests, ahead))
 
     def _rules(self, requests: Sequence[Request], ahead: Sequence[int]) -> tuple[Tensor, ...]:
         """The parameters of `sample_tokens` behind the logits, moved in two copies."""
@@ -126,6 +125,20 @@ class Sampler:
         row.copy_(torch.where(seen, torch.where(row > 0, row / factor, row * factor), row))
         row.sub_(params.frequency_penalty * output)
         row.sub_(params.presence_penalty * (output > 0))
+
+
+def choose(logits: Tensor, adjusted: Tensor, *rules: Tensor) -> Tensor:
+    """Ids int64 [R] from `adjusted` [R, V]; -1 where the model's own logits are broken.
+
+    rules: the parameters of `sample_tokens` behind the logits. Without host work."""
+    finite = torch.isfinite(logits.amax(-1))
+    return torch.where(finite, sample_tokens(adjusted, *rules), -1)
+
+
+def is_plain(request: Request) -> bool:
+    """True where the request's next pick is of the model's logits as they are."""
+    young = bool(request.stop_ids) and len(request.output) < request.params.min_tokens
+    return not (young or request.params.penalised)
 
 
 def describe(
