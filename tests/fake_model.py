@@ -19,6 +19,7 @@ from nemotriton.engine.batch import Batch, Span
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
+from nemotriton.engine.graphs import Capture
 from nemotriton.engine.outputs import Group
 from nemotriton.engine.pool import Pool
 from nemotriton.engine.request import Piece, State, Step
@@ -86,7 +87,7 @@ class FakeModel:
         hidden = torch.full((len(batch.ids), 2), float("nan"))
         if caches.kv is not None:
             for cache in caches.kv.layer(0):
-                cache.view(-1)[batch.kv_rows] = batch.ids.float()
+                write(cache, batch.kv_rows, batch.ids.float())
         for span in (batch.decode, batch.prefill):
             if span is not None:
                 self.run_span(span, batch, caches, hidden)
@@ -100,11 +101,14 @@ class FakeModel:
             check_chunks(span)
         cu, lengths = span.cu.tolist(), span.lengths.tolist()
         assert span.max_new == max(b - a for a, b in pairwise(cu))
-        assert span.max_length == max(lengths)
+        assert span.max_length >= max(lengths)  # static steps state a bound
         for s, (start, end) in enumerate(pairwise(cu)):
             rows = slice(span.start + start, span.start + end)
             ids = batch.ids[rows]
             assert ((ids >= 0) & (ids < VOCAB)).all(), "an id outside the vocabulary"
+            if is_pad(span, s):
+                hidden[rows] = 0
+                continue
             parents = parents_of(span, start, end)
             if caches.mamba is not None:
                 hidden[rows, 0] = self.scan(ids, parents, caches.mamba, span, s)
@@ -133,8 +137,8 @@ class FakeModel:
         out = torch.full((len(batch.ids), 2), float("nan"))
         if caches.kv is not None:
             k, v = caches.kv.layer(1)
-            k.view(-1)[batch.kv_rows] = batch.ids.float()
-            v.view(-1)[batch.kv_rows] = hidden[:, 1]
+            write(k, batch.kv_rows, batch.ids.float())
+            write(v, batch.kv_rows, hidden[:, 1])
         for span in (batch.decode, batch.prefill):
             if span is None:
                 continue
@@ -144,6 +148,8 @@ class FakeModel:
                 ids = batch.ids[rows]
                 assert ((ids >= 0) & (ids < VOCAB)).all(), "an id outside the vocabulary"
                 out[rows] = 0
+                if is_pad(span, s):
+                    continue
                 if caches.mamba is not None:
                     pairs = zip(ids.float(), hidden[rows, 0], parents)
                     out[rows, 0] = self.draft_scan(list(pairs), caches.mamba, span, s)
@@ -211,6 +217,17 @@ def parents_of(span: Span, start: int, end: int) -> list[int]:
     if span.parents is None:
         return [*range(-1, end - start - 1)]
     return span.parents[start:end].tolist()
+
+
+def write(cache: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Into the cells `rows`; -1 is nowhere."""
+    cache.view(-1)[rows[rows >= 0]] = values[rows >= 0]
+
+
+def is_pad(span: Span, s: int) -> bool:
+    """A sequence that is nobody's: it has no context, and every real one has."""
+    assert int(span.lengths[s]) > 0 or int(span.slots[s]) == -1
+    return int(span.lengths[s]) == 0
 
 
 def keys(kv: PagedKV, layer: int, span: Span, s: int) -> tuple[Tensor, Tensor]:
@@ -302,14 +319,17 @@ def make_engine(
     eos_ids: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
     shape: DraftShape | None = None,
+    capture: Capture | None = None,
 ) -> Engine:
     """An engine over the fake model, its free memory poisoned at all times.
 
-    shape: the drafts of every step; None is a model without its draft block."""
+    shape: the drafts of every step; None is a model without its draft block. capture: records
+    decode steps; None runs them as they come."""
     layers, lanes = (1, 1) if shape is None else (2, len(shape) + 1)
     kv = mamba = None
     if pages is not None:
-        kv = PagedKV(layers, pages, 1, 1, torch.float32, "cpu", page_size)
+        spare = int(capture is not None)
+        kv = PagedKV(layers, pages + spare, 1, 1, torch.float32, "cpu", page_size)
     if slots is not None:
         mamba = MambaStates(MAMBA, layers, slots, torch.float32, "cpu", lanes=lanes)
     runner = PoisonRunner(
@@ -330,6 +350,8 @@ def make_engine(
     )
     scheduler.drafts = 0 if shape is None else len(shape)
     runner.scheduler = scheduler
+    if capture is not None:
+        runner.record(capture, requests=requests, context=max_context).warm()
     text = tokenizer or ByteTokenizer(VOCAB, None, ())
     return Engine(runner, scheduler, text, max_context=max_context, eos_ids=eos_ids, seed=seed)
 

@@ -70,6 +70,8 @@ ORDER = [
             "sampler",
             "clock",
             "drafter",
+            "step_inputs",
+            "static_step",
             "graphs",
             "runner",
             "meter",

@@ -55,7 +55,7 @@ class Passes(Protocol):
         ids [>= n, widest]: the drafts so far. -1 for a broken row."""
         ...
 
-    def batch(self, n: int, first: int, count: int) -> Batch:
+    def batch_of(self, n: int, first: int, count: int) -> Batch:
         """The drafts first .. first + count - 1 of the first n sequences as a decode batch."""
         ...
 
@@ -75,7 +75,7 @@ class _Listed:
         ahead = [self.drafter.before(ids[j], parent, r) for j, r in enumerate(having)]
         return self.drafter.sampler.pick(logits, having, ahead)
 
-    def batch(self, n: int, first: int, count: int) -> Batch:
+    def batch_of(self, n: int, first: int, count: int) -> Batch:
         return build_batch(
             [Piece(r, r.length + first - 2, count) for r in self.order[:n]],
             [],
@@ -173,7 +173,7 @@ class Drafter:
         first = 1 if self._again else level[0]
         drafts = range(first, level[-1] + 1)
         count = len(drafts)
-        batch = passes.batch(n, first, count)
+        batch = passes.batch_of(n, first, count)
         assert batch.decode is not None
         batch.decode.trial = True
         batch = replace(batch, ids=ids[:n, first - 1 : level[-1]].flatten())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +14,10 @@ from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches
 from nemotriton.engine.clock import Clock
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.drafter import Drafter, DraftModel
+from nemotriton.engine.graphs import Capture, DecodeSteps
 from nemotriton.engine.request import Move, Piece, Request, Step
 from nemotriton.engine.sampler import Sampler, describe
+from nemotriton.engine.step_inputs import StepShape
 from nemotriton.kernels import Verdict, verify_drafts
 
 Result = tuple[Piece, list[int] | None]
@@ -116,6 +118,27 @@ class Runner:
                 device=device,
                 stateful=stateful,
             )
+        self.steps: DecodeSteps | None = None
+
+    def record(self, capture: Capture, *, requests: int, context: int) -> DecodeSteps:
+        """Let `capture` repeat decode steps of up to so many requests and tokens of context.
+
+        Of the caches' pages the last must be nobody's. Call `warm` of what this returns before the
+        first step."""
+        kv = self.caches.kv
+        self.steps = DecodeSteps(
+            self.model,
+            self.caches,
+            self.sampler,
+            self.drafter,
+            capture,
+            requests=requests,
+            context=context,
+            page_size=self.page_size,
+            spare=-1 if kv is None else kv.k.shape[1] - 1,
+            device=torch.device(self.device),
+        )
+        return self.steps
 
     @torch.no_grad()
     def run(self, step: Step) -> list[Result]:
@@ -124,11 +147,16 @@ class Runner:
         A decode piece has its accepted drafts and one token more. Logprobs, prompt logprobs and
         kept logits are appended to the requests.
         """
+        shape = self.steps.shape_of(step, self.drafter) if self.steps is not None else None
+        if self.steps is not None and (shape is None or step.restores):
+            self.steps.settle(step)
         for move in step.saves:
             self._save(move)
         for move in step.restores:
             self._restore(move)
         self.clock.start()
+        if shape is not None:
+            return self._replay(step, shape)
         rows = Rows.of(step)
         drafting = any(p.request.drafts for p in step.decode)
         batch = self._batch(step, rows, drafting)
@@ -150,13 +178,24 @@ class Runner:
             self._commit(batch, verdict)
             self.clock.mark("commit")
         tokens = self._gained(picked, verdict, rows)
-        self._describe(logits, tokens, rows)
+        self._describe(lambda: logits, tokens, rows.picking)
         self._score(hidden.index_select(0, batch.logit_rows[count:]), rows.scoring)
         found = {
             p.request.id: [t for _, t in gained] or None
             for p, gained in zip(rows.picking, tokens, strict=True)
         }
         return [(p, found.get(p.request.id, [])) for p in (*step.decode, *step.prefill)]
+
+    def _replay(self, step: Step, shape: StepShape) -> list[Result]:
+        """`run` of a step that has been recorded."""
+        steps = self.steps
+        assert steps is not None
+        tokens = steps.run(step, shape, self.clock)
+        self._describe(lambda: steps.logits(shape), tokens, step.decode)
+        return [
+            (p, [t for _, t in gained] or None)
+            for p, gained in zip(step.decode, tokens, strict=True)
+        ]
 
     # ---- the parts of a step ------------------------------------------------------------------
 
@@ -255,19 +294,22 @@ class Runner:
         return found
 
     def _describe(
-        self, logits: Tensor, tokens: Sequence[list[tuple[int, int]]], rows: Rows
+        self,
+        logits: Callable[[], Tensor],
+        tokens: Sequence[list[tuple[int, int]]],
+        pieces: Sequence[Piece],
     ) -> None:
         """Append logprobs to the requests that want them: the model's, of every token gained."""
         asking = [
             (p.request, i, token)
-            for p, gained in zip(rows.picking, tokens, strict=True)
+            for p, gained in zip(pieces, tokens, strict=True)
             for i, token in gained
             if p.request.params.logprobs is not None
         ]
         if asking:
             requests, index, chosen = zip(*asking)
             wanted = [r.params.logprobs for r in requests]
-            for request, row in zip(requests, describe(logits[list(index)], chosen, wanted)):
+            for request, row in zip(requests, describe(logits()[list(index)], chosen, wanted)):
                 request.logprobs.append(row)
 
     def _score(self, hidden: Tensor, scoring: Sequence[Piece]) -> None:

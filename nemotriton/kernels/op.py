@@ -350,6 +350,21 @@ def target(where: torch.device) -> int:
     return _TARGET.get()
 
 
+def compiled_variants() -> int:
+    """How many kernels are compiled and loaded in this process, counting every specialisation."""
+    return sum(
+        len(cached[0])
+        for spec in SPECS.values()
+        for kernel in spec.kernels
+        for cached in getattr(kernel, "device_caches", {}).values()
+    )
+
+
+def tile_lookups() -> int:
+    """How many different calls have had their tile chosen, from the tune cache or by default."""
+    return sum(len(spec._chosen) for spec in SPECS.values())
+
+
 def clear_compiled() -> None:
     """Forget compiled kernels: the per-device cache would hand out the previous target's."""
     for spec in SPECS.values():

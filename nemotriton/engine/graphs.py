@@ -1,0 +1,320 @@
+"""Decode steps recorded once and replayed: CUDA graphs, in which Python takes no part.
+
+At the start every shape of a ladder is recorded: so many sequences, each with so many drafts, up
+to a context of so many keys. A step with no prompt tokens takes the smallest shape that holds it;
+what it lacks are pads, which touch no state. A replay launches the very kernels, with the tiles and
+grids, that the recorded work launched, so it gives the bits that the same padded work gives when it
+is launched piece by piece (`Direct`, which is what runs with graphs=False on a GPU, where memory
+for the graphs runs out, and in the tests on a CPU).
+
+Against a step that is not padded, such as one beside a prompt, bits may differ as they do between
+any two numbers of rows: where a tuned tile changes with the number of rows, so may the order of a
+sum in it. Steps with prompt tokens, and with drafts under penalties or min_tokens, are not
+recorded. Compiled kernels are kept by Triton's own cache on disk, across processes; graphs are not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nemotriton.engine.request import State
+from nemotriton.engine.sampler import is_plain
+from nemotriton.engine.static_step import StaticStep, StepMemory
+from nemotriton.engine.step_inputs import StepInputs, StepShape
+from nemotriton.kernels.op import compiled_variants, tile_lookups
+
+if TYPE_CHECKING:
+    from nemotriton.engine.caches import Caches
+    from nemotriton.engine.clock import Clock
+    from nemotriton.engine.drafter import Drafter
+    from nemotriton.engine.request import Piece, Request, Step
+    from nemotriton.engine.sampler import Sampler
+
+log = logging.getLogger("nemotriton.graphs")
+
+Replay = Callable[[], None]
+Warming = Callable[[int, int, str], None]
+Part = tuple[str, Replay]
+
+_DENSE = (1, 2, 4)  # then multiples of 8
+_SHORT = 4096  # keys of the first kind of shape; each further one has _FACTOR times as many
+_FACTOR = 8
+
+
+def ladder(requests: int) -> list[int]:
+    """Numbers of sequences that are recorded: 1, 2, 4, 8, 16, 24, ... and `requests` itself."""
+    rungs = [n for n in (*_DENSE, *range(8, requests, 8)) if n < requests]
+    return [*rungs, requests]
+
+
+def key_limits(context: int) -> list[int]:
+    """Contexts recorded apart: attention starts a program for each split of the longest."""
+    limits, keys = [], _SHORT
+    while keys < context:
+        limits.append(keys)
+        keys *= _FACTOR
+    return [*limits, context]
+
+
+class Capture(Protocol):
+    """How work of fixed shape and addresses is made repeatable."""
+
+    def record(self, work: Replay) -> Replay:
+        """What does `work` again when called; work has run before, so that all is compiled."""
+        ...
+
+    def wait(self) -> None:
+        """Return once everything that was started is done."""
+        ...
+
+
+class Direct:
+    """No recording: a replay runs the work itself, on the same buffers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def record(self, work: Replay) -> Replay:
+        return work
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class CudaGraphs(Direct):
+    """CUDA graphs, all in one memory pool: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def record(self, work: Replay) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+
+class DecodeSteps:
+    """The recorded steps of a model; `run` is `Runner.run` for those steps that have a shape.
+
+    requests: most sequences. context: longest, drafts not counted. options: numbers of drafts a
+    step may have, 0 among them. spare: a page that no request owns; -1 without attention layers.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Caches,
+        sampler: Sampler,
+        drafter: Drafter | None,
+        capture: Capture,
+        *,
+        requests: int,
+        context: int,
+        page_size: int,
+        spare: int,
+        device: torch.device,
+    ) -> None:
+        self.model, self.caches, self.sampler = model, caches, sampler
+        self.drafter, self.capture, self.device = drafter, capture, device
+        self.options = drafter.shape.options if drafter is not None else [0]
+        drafts = self.options[-1]
+        self.rungs, self.keys = ladder(requests), key_limits(context + drafts)
+        self.inputs = StepInputs(
+            requests,
+            drafts,
+            self.keys,
+            page_size=page_size,
+            spare=spare,
+            vocab=sampler.vocab,
+            device=device,
+        )
+        self.memory = StepMemory(requests, requests * (drafts + 1), device)
+        self.replays = self.others = 0
+        self.seconds = self.waited = 0.0
+        self.bytes = 0
+        self.problem: str | None = None
+        self._parts: dict[StepShape, list[Part]] = {}
+        self._starting: list[Request] = []  # whose `hidden` is in memory.start
+        self._compiled = self._tiles = 0
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """All that are recorded, in the order of their recording."""
+        return [
+            StepShape(rung, drafts, keys)
+            for drafts in self.options
+            for keys in self.keys
+            for rung in reversed(self.rungs)  # the largest first: the others fit into its memory
+        ]
+
+    # ---- warm-up ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def warm(self, progress: Warming | None = None) -> None:
+        """Run and record every shape, before any request; progress: (done, all, what).
+
+        Where memory does not do, steps run without graphs: `problem` says so, and a warning.
+        """
+        start, free = time.perf_counter(), self._free()
+        shapes = self.shapes
+        try:
+            for i, shape in enumerate(shapes):
+                self._record(shape)
+                if progress is not None:
+                    progress(i + 1, len(shapes), f"{shape.sequences} x {shape.each}")
+        except torch.OutOfMemoryError as problem:
+            self._give_up(shapes, problem)
+        self.bytes = max(free - self._free(), 0)
+        self.seconds = time.perf_counter() - start
+        self._compiled, self._tiles = compiled_variants(), tile_lookups()
+
+    def _record(self, shape: StepShape) -> None:
+        step = self._step(shape)
+        self.inputs.clear(shape)
+        if shape.keys == self.keys[0]:  # other limits launch the same kernels
+            for _, work in step.parts():
+                work()
+        self._parts[shape] = [(name, self.capture.record(work)) for name, work in step.parts()]
+
+    def _step(self, shape: StepShape) -> StaticStep:
+        where = (self.inputs, self.memory, self.device)
+        return StaticStep(shape, self.model, self.caches, self.drafter, *where)
+
+    def _give_up(self, shapes: Sequence[StepShape], problem: BaseException) -> None:
+        self.problem = (
+            f"out of memory after {len(self._parts)} of {len(shapes)} decode graphs: decoding "
+            "runs without them, slower. Lower max_requests, max_context or memory, or turn graphs "
+            f"off. ({str(problem).splitlines()[0]})"
+        )
+        log.warning(self.problem)
+        self._parts.clear()
+        self.capture = Direct(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._parts = {shape: self._step(shape).parts() for shape in shapes}
+
+    def _free(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def shape_of(self, step: Step, drafter: Drafter | None) -> StepShape | None:
+        """The smallest shape for a step; None where it has none, or other drafts were recorded."""
+        pieces = step.decode
+        if step.prefill or not pieces or drafter is not self.drafter:
+            return None
+        most = max(p.request.drafts for p in pieces)
+        if len(pieces) > self.rungs[-1] or most > self.options[-1]:
+            return None
+        if any(p.count != 1 + p.request.drafts for p in pieces):
+            return None
+        if most and not all(is_plain(p.request) for p in pieces):
+            return None
+        drafts = next(o for o in self.options if o >= most)
+        longest = max(p.start for p in pieces) + 1 + drafts
+        keys = next((k for k in self.keys if k >= longest), None)
+        rung = next(n for n in self.rungs if n >= len(pieces))
+        return None if keys is None else StepShape(rung, drafts, keys)
+
+    def settle(self, step: Step) -> None:
+        """Before any other step, and before one that moves requests: give them what is theirs."""
+        if step.restores:
+            self.inputs.forget()
+        if not self._starting:
+            return
+        kept = self.memory.start[: len(self._starting)].clone()
+        for i, request in enumerate(self._starting):
+            if request.state is not State.DONE:
+                request.hidden = kept[i]
+        self._starting = []
+
+    def run(self, step: Step, shape: StepShape, clock: Clock) -> list[list[tuple[int, int]]]:
+        """Of each piece the (row of the shape, token) of its new tokens; requests move on.
+
+        This is where the host waits for the device."""
+        pieces = step.decode
+        requests = [p.request for p in pieces]
+        if self.drafter is not None and requests != self._starting:
+            self._gather(step, requests)
+        depths = [0]
+        if self.drafter is not None:
+            depths = [self.drafter.shape.depth(d) for d in range(shape.each)]
+        self.inputs.fill(pieces, shape, depths)
+        parts = self._parts[shape]
+        plain = shape.drafts > 0 or all(is_plain(r) for r in requests)
+        for name, replay in parts:
+            replay()
+            if name == "verify" and not plain:
+                self._pick_again(requests, shape)
+            clock.mark(name)
+        self.replays += 1
+        found = self._read(2 * shape.rows if shape.drafts else shape.rows)
+        return gained(pieces, shape, found)
+
+    def logits(self, shape: StepShape) -> Tensor:
+        """The last step's, float32 [rows, V], computed again from its hidden states: of as many
+        rows, so the bits are the same."""
+        logits: Tensor = self.model.logits(self.memory.hidden[: shape.rows])
+        return logits
+
+    def _pick_again(self, requests: list[Request], shape: StepShape) -> None:
+        """Replace the picks by those under penalties and min_tokens."""
+        n = len(requests)
+        self.memory.found[:n].copy_(self.sampler.pick(self.logits(shape)[:n], requests))
+
+    def _gather(self, step: Step, requests: list[Request]) -> None:
+        """Bring what the drafts of these requests start from into their rows."""
+        self.settle(step)
+        self.memory.start.zero_()
+        self.memory.keep_start(torch.stack([r.hidden for r in requests]))
+        self._starting = requests
+
+    def _read(self, count: int) -> list[int]:
+        host = self.memory.host[:count]
+        host.copy_(self.memory.found[:count], non_blocking=True)
+        start = time.perf_counter()
+        self.capture.wait()
+        self.waited += time.perf_counter() - start
+        values: list[int] = host.tolist()
+        return values
+
+    def report(self) -> dict[str, object]:
+        """Plain values: what was recorded, at what cost, and what happened since."""
+        return {
+            "recorded": len(self._parts) if isinstance(self.capture, CudaGraphs) else 0,
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "replays": self.replays,
+            "other_steps": self.others,
+            "compiled_since": compiled_variants() - self._compiled,
+            "tiles_looked_up_since": tile_lookups() - self._tiles,
+            "problem": self.problem,
+        }
+
+
+def gained(
+    pieces: Sequence[Piece], shape: StepShape, found: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """(row, token) of each piece's new tokens from a shape's picks and, behind them, its paths."""
+    each, tokens, path = shape.each, found[: shape.rows], found[shape.rows :]
+    result = []
+    for i in range(len(pieces)):
+        first = i * each
+        on = [first + r for r in path[first : first + each] if r >= 0] if path else [first]
+        result.append([(row, tokens[row]) for row in on if tokens[row] >= 0])
+    return result
