@@ -2,20 +2,34 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _CONTROL = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
 _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-class LoadProgress(Protocol):
-    """Called as weights arrive: bytes so far, bytes in all, the tensor that came."""
+class Loading:
+    """Bars while a model comes up: bytes of weights, then decode steps recorded."""
 
-    def __call__(self, done: int, total: int, tensor: str, /) -> None: ...
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, done: int, total: int, tensor: str, /) -> None:
+        self._show("weights", done, total, f"{bytes_text(done)} of {bytes_text(total)}")
+
+    def graphs(self, done: int, total: int, what: str, /) -> None:
+        """Steps recorded so far, in all, and which came last."""
+        self._show("graphs", done, total, f"{done} of {total}")
+
+    def _show(self, name: str, done: int, total: int, text: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(f"{name:<8}", total=total, text=text)
+        self._bars.update(self._tasks[name], completed=done, total=total, text=text)
 
 
 class Console:
@@ -44,17 +58,13 @@ class Console:
         self._out.print(f"error: {text}", style="bold red")
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[LoadProgress]:
-        """A bar of bytes while weights load, on a terminal; silent elsewhere."""
-        columns = [TextColumn("weights "), BarColumn(), DownloadColumn(True), TimeElapsedColumn()]
+    def loading(self) -> Iterator[Loading]:
+        """Bars while a model comes up, on a terminal; silent elsewhere."""
+        text = TextColumn("{task.fields[text]}")
+        columns = [TextColumn("{task.description}"), BarColumn(), text, TimeElapsedColumn()]
         hidden = self._quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
-            task = bars.add_task("weights", total=None)
-
-            def update(done: int, total: int, tensor: str, /) -> None:
-                bars.update(task, completed=done, total=total)
-
-            yield update
+            yield Loading(bars)
 
     @contextlib.contextmanager
     def counting(self, total: int) -> Iterator[Any]:

@@ -15,9 +15,10 @@ recorded. Compiled kernels are kept by Triton's own cache on disk, across proces
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from nemotriton.engine.request import State
 from nemotriton.engine.sampler import is_plain
 from nemotriton.engine.static_step import StaticStep, StepMemory
 from nemotriton.engine.step_inputs import StepInputs, StepShape
+from nemotriton.errors import require
 from nemotriton.kernels.op import compiled_variants, tile_lookups
 
 if TYPE_CHECKING:
@@ -103,9 +105,30 @@ class CudaGraphs(Direct):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error is the one that counts
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
+
+
+def find_capture(
+    wanted: bool | None, device: torch.device, forced: Iterable[str]
+) -> Capture | None:
+    """What records decode steps; None runs them as they come.
+
+    wanted: None is CUDA graphs on a GPU and nothing elsewhere; False on a GPU runs the same padded
+    steps launch by launch, and so does True on a CPU. forced: implementations that ops are forced
+    to. UnsupportedError for graphs of PyTorch twins, which wait for the device.
+    """
+    twins = "ref" in forced
+    if device.type != "cuda":
+        return Direct(device) if wanted else None
+    require(not (wanted and twins), "CUDA graphs need kernels: leave out impl='ref', or graphs.")
+    if twins:
+        return None
+    return Direct(device) if wanted is False else CudaGraphs(device)
 
 
 class DecodeSteps:
@@ -168,7 +191,8 @@ class DecodeSteps:
     def warm(self, progress: Warming | None = None) -> None:
         """Run and record every shape, before any request; progress: (done, all, what).
 
-        Where memory does not do, steps run without graphs: `problem` says so, and a warning.
+        Where that fails, as when memory runs out, steps run without graphs: `problem` says so,
+        and a warning.
         """
         start, free = time.perf_counter(), self._free()
         shapes = self.shapes
@@ -177,7 +201,9 @@ class DecodeSteps:
                 self._record(shape)
                 if progress is not None:
                     progress(i + 1, len(shapes), f"{shape.sequences} x {shape.each}")
-        except torch.OutOfMemoryError as problem:
+        except RuntimeError as problem:  # of which running out of memory is one
+            if type(self.capture) is Direct:
+                raise
             self._give_up(shapes, problem)
         self.bytes = max(free - self._free(), 0)
         self.seconds = time.perf_counter() - start
@@ -197,9 +223,9 @@ class DecodeSteps:
 
     def _give_up(self, shapes: Sequence[StepShape], problem: BaseException) -> None:
         self.problem = (
-            f"out of memory after {len(self._parts)} of {len(shapes)} decode graphs: decoding "
-            "runs without them, slower. Lower max_requests, max_context or memory, or turn graphs "
-            f"off. ({str(problem).splitlines()[0]})"
+            f"{len(self._parts)} of {len(shapes)} CUDA graphs of decode steps were recorded, then: "
+            f"{str(problem).splitlines()[0]} Decoding runs without graphs, slower. If memory ran "
+            "out, lower max_requests, max_context or memory."
         )
         log.warning(self.problem)
         self._parts.clear()

@@ -18,6 +18,7 @@ import torch
 from nemotriton.engine.depth import Depth
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine, Prepared, Prompt
+from nemotriton.engine.graphs import find_capture
 from nemotriton.engine.loading import (
     Dtype,
     Limits,
@@ -58,9 +59,10 @@ class LLM:
     same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
     share of the free memory to plan with. drafts: most tokens that the checkpoint's MTP block
     guesses a step, or tree: their shape, see `DraftShape.parse`; adapt_drafts: fewer where they do
-    not pay. seed: for requests that have none. impl: "ref" or
-    "triton" for all ops, or by op. progress: called with (bytes done, bytes in all, tensor) while
-    weights load.
+    not pay. graphs: record decode steps as CUDA graphs; None where there is a GPU. seed: for
+    requests that have none. impl: "ref" or "triton" for all ops, or by op. progress: called with
+    (bytes done, bytes in all, tensor) while weights load. recording: called with (shapes done, in
+    all, what) while decode steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -77,6 +79,7 @@ class LLM:
         drafts: int = 0,
         tree: str | None = None,
         adapt_drafts: bool = True,
+        graphs: bool | None = None,
         seed: int = 0,
         impl: Impl = None,
         memory: float = 0.9,
@@ -86,6 +89,7 @@ class LLM:
         revision: str | None = None,
         offline: bool = False,
         progress: Progress | None = None,
+        recording: Progress | None = None,
     ) -> None:
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
@@ -95,7 +99,7 @@ class LLM:
             weights = embedded_weights(act_quant, drafting)
         else:
             weights = stored_weights(model, revision, offline, act_quant, drafting)
-        self._start(weights, limits, seed, impl, progress, adapt_drafts)
+        self._start(weights, limits, seed, impl, adapt_drafts, graphs, progress, recording)
 
     @classmethod
     def synthetic(
@@ -114,12 +118,14 @@ class LLM:
         drafts: int = 0,
         tree: str | None = None,
         adapt_drafts: bool = True,
+        graphs: bool | None = None,
         impl: Impl = None,
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
         act_quant: bool = False,
         progress: Progress | None = None,
+        recording: Progress | None = None,
     ) -> LLM:
         """Seeded random weights of a preset (or of a directory's config.json), with no files.
 
@@ -132,7 +138,7 @@ class LLM:
         drafting = shape is not None
         weights = random_weights(preset, seed, layers, width_scale, quant, act_quant, drafting)
         llm = cls.__new__(cls)
-        llm._start(weights, limits, seed, impl, progress, adapt_drafts)
+        llm._start(weights, limits, seed, impl, adapt_drafts, graphs, progress, recording)
         return llm
 
     def _start(
@@ -141,15 +147,19 @@ class LLM:
         limits: Limits,
         seed: int,
         impl: Impl,
-        progress: Progress | None,
         adapt_drafts: bool,
+        graphs: bool | None,
+        progress: Progress | None,
+        recording: Progress | None,
     ) -> None:
         self.config = weights.config
         self.directory = weights.directory
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
         self.default_params = _default_params(GenerationConfig.read(weights.directory))
-        self._impl = _implementations(impl, find_device(limits.device))
-        placed = place(weights, limits, progress)
+        device = find_device(limits.device)
+        self._impl = _implementations(impl, device)
+        capture = find_capture(graphs, device, self._impl.values())
+        placed = place(weights, limits, progress, capture)
         self.notes = (*weights.notes, *placed.notes)
         self.plan, self.device, self.dtype = placed.plan, placed.device, placed.dtype
         mamba = self.config.mamba
@@ -180,6 +190,11 @@ class LLM:
             seed=seed,
             depth=Depth(shape, adapt_drafts) if shape is not None else None,
         )
+        if capture is not None:
+            sizes = {"requests": self.plan.max_requests, "context": self.plan.max_context}
+            steps = runner.record(capture, **sizes)
+            with self._on_device():
+                steps.warm(recording)
 
     # ---- text ---------------------------------------------------------------------------------
 
@@ -275,8 +290,8 @@ class LLM:
         """Speed and memory so far: tokens, tokens a second, seconds, bytes; plain values.
 
         tokens_per_s counts steps without prompt tokens, prompt_tokens_per_s those with; None where
-        there was none. first_token_s is the mean from submission. drafts: see `DraftMeter`; None
-        without them.
+        there was none. first_token_s is the mean from submission. drafts: see `DraftMeter`; graphs:
+        see `DecodeSteps.report`; None without them.
         """
         meter = self.engine.meter
         peak = None
@@ -292,6 +307,7 @@ class LLM:
             "tokens_per_s": _rate(meter.decode_tokens, meter.decode_seconds),
             "first_token_s": _rate(meter.first_token_seconds, meter.requests),
             "drafts": self._draft_stats(),
+            "graphs": None if self.runner.steps is None else self.runner.steps.report(),
             "memory": self.plan.parts(),
             "peak_memory": peak,
         }
@@ -352,10 +368,15 @@ class LLM:
         return [self.engine.prepare(p, s) for p, s in zip(prompts, each, strict=True)]
 
     def _step(self) -> None:
+        with self._on_device():
+            self.engine.step()
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
         on_gpu = self.device.type == "cuda"
         current = torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext()
         with current, use(self._impl):
-            self.engine.step()
+            yield
 
     def _cancel(self, groups: Sequence[Group]) -> None:
         """End what has not ended, at once; nothing is left behind by an error or an early exit."""

@@ -11,6 +11,7 @@ import torch
 from nemotriton import device as devices
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.engine.graphs import Capture, CudaGraphs
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
 from nemotriton.engine.precision import find_kv_dtype, kv_notes, packing_notes, weight_notes
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
@@ -192,8 +193,16 @@ class Placed:
     notes: tuple[str, ...]
 
 
-def place(weights: Weights, limits: Limits, progress: Progress | None = None) -> Placed:
-    """Plan, then build, fill and allocate; CapacityError before anything is loaded."""
+def place(
+    weights: Weights,
+    limits: Limits,
+    progress: Progress | None = None,
+    capture: Capture | None = None,
+) -> Placed:
+    """Plan, then build, fill and allocate; CapacityError before anything is loaded.
+
+    capture: what will record decode steps, which need a page of their own.
+    """
     config = weights.config
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
@@ -210,7 +219,10 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
     items = (dtype.itemsize, state_dtype.itemsize, kv_dtype.itemsize)
     drafts = len(limits.shape or ())
-    wishes = Wishes(context, limits.max_requests, piece, drafts, *items)
+    spare = int(capture is not None)
+    options = len(limits.shape.options) if limits.shape is not None else 1
+    graphs = options if isinstance(capture, CudaGraphs) else 0
+    wishes = Wishes(context, limits.max_requests, piece, drafts, *items, spare, graphs)
     plan = make_plan(
         config,
         wishes,
@@ -221,7 +233,7 @@ def place(weights: Weights, limits: Limits, progress: Progress | None = None) ->
     model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
     weights.place(model, progress)
     model.prepare()
-    caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype)
+    caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype, spare)
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *packing_notes(model),
@@ -238,13 +250,15 @@ def make_caches(
     device: torch.device,
     drafts: int,
     kv_dtype: torch.dtype | None = None,
+    spare: int = 0,
 ) -> Caches:
-    """Allocate what the plan says; kv_dtype None is `dtype`."""
+    """Allocate what the plan says, and `spare` pages behind it; kv_dtype None is `dtype`."""
     kv = mamba = None
     if plan.pages and config.attention is not None:
         layers = cache_layers(config, LayerKind.ATTENTION, drafts)
         a = config.attention
-        kv = PagedKV(layers, plan.pages, a.kv_heads, a.head_dim, kv_dtype or dtype, device)
+        pages = plan.pages + spare
+        kv = PagedKV(layers, pages, a.kv_heads, a.head_dim, kv_dtype or dtype, device)
     if plan.slots and config.mamba is not None:
         layers = cache_layers(config, LayerKind.MAMBA, drafts)
         lanes = drafts + 1

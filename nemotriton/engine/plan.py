@@ -1,9 +1,10 @@
 """CachePlan: bytes to pages and slots, before anything is loaded.
 
-    memory = weights + work + slots * (state + lanes) + pages * page
+    memory = weights + work + graphs + slots * (state + lanes) + pages * page
 
-Weights are exact, states and pages too; `work` is an upper estimate of what a step allocates. Where
-a wish does not fit, CapacityError computes what would.
+Weights are exact, states and pages too; `work` is an upper estimate of what a step allocates, and
+`graphs` of what recorded steps keep: one decode step's work, and each recording itself. Where a
+wish does not fit, CapacityError computes what would.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
+from nemotriton.engine.graphs import key_limits, ladder
 from nemotriton.errors import CapacityError
+from nemotriton.kernels.attention_decode import split_count
 from nemotriton.model.config import LayerKind, ModelConfig
 
 DEFAULT_REQUESTS = 64
@@ -20,6 +23,7 @@ _COMPANY = 8  # requests that a context nobody asked for makes room for
 _COPIES = 4  # of a step's logits, while they are penalised, sorted and summed
 _SHORTEST = 1024  # context that is never undercut unasked
 _KV_SPLITS = 32  # partial results of attention over a split context
+_RECORDED = 32 * 2**10  # bytes of a layer in a CUDA graph: some ten launches and their arguments
 _MARGIN = 1.25  # fragments, and what the estimate of `work` overlooks
 
 
@@ -34,6 +38,8 @@ class Wishes:
     item: int  # of activations and conv windows
     state_item: int  # of SSM states
     kv_item: int | None = None  # of K/V; None: as activations
+    spare_pages: int = 0  # pages that no request gets
+    graphs: int = 0  # numbers of drafts that decode steps are recorded with; 0 = no CUDA graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +56,12 @@ class CachePlan:
     kv: int
     work: int
     available: int
+    graphs: int = 0
 
     @property
     def total(self) -> int:
         """All that is planned for."""
-        return self.weights + self.states + self.lanes + self.kv + self.work
+        return self.weights + self.states + self.lanes + self.kv + self.work + self.graphs
 
     def parts(self) -> dict[str, int]:
         """Bytes by purpose, for people; what is not used is `free`."""
@@ -64,6 +71,7 @@ class CachePlan:
             "lanes": self.lanes,
             "KV": self.kv,
             "work": self.work,
+            "graphs": self.graphs,
             "free": self.available - self.total,
         }
         return {name: size for name, size in named.items() if size or name == "weights"}
@@ -110,7 +118,7 @@ class _Planner:
         """The plan for a context and a number of requests that fit."""
         pages = 0
         if self.page_bytes:
-            rest = self.available - self.fixed(requests)
+            rest = self.available - self.fixed(context, requests)
             pages = min(rest // self.page_bytes, requests * pages_for(context))
         return self.bytes_of(context, requests, pages)
 
@@ -125,9 +133,10 @@ class _Planner:
             weights=self.weights,
             states=requests * (self.ssm_bytes + self.window_bytes),
             lanes=requests * (drafts * self.ssm_bytes + windows),
-            kv=pages * self.page_bytes,
+            kv=(pages + self.wishes.spare_pages) * self.page_bytes,
             work=self.work(requests),
             available=self.available,
+            graphs=self.graphs(context, requests),
         )
 
     # ---- sizes --------------------------------------------------------------------------------
@@ -162,26 +171,44 @@ class _Planner:
 
     def work(self, requests: int) -> int:
         """An upper estimate of what one step allocates: its widest layer, and its logits."""
-        c, item = self.config, self.wishes.item
+        c = self.config
         rows = requests * (self.wishes.drafts + 1)
         tokens = rows + self.wishes.prefill_piece
-        stream = c.width * (2 * item + 8)  # normed x, mixer output, residual before and after
-        if self.wishes.drafts:
-            stream += 5 * c.width * item  # the block's two inputs, and both normed and joined
-        layer = max(mixer_bytes(c, kind, item) for kind in dict.fromkeys(c.kinds))
         splits = c.attention.q_rows * _KV_SPLITS * 4 * rows if c.attention else 0
         scored = min(SCORE_BYTES, self.wishes.prefill_piece * c.vocab * 4)
         logits = _COPIES * (rows * c.vocab * 4 + scored)
-        return int(_MARGIN * (tokens * (stream + layer) + splits + logits))
+        return int(_MARGIN * (tokens * self.row_bytes + splits + logits))
 
-    def fixed(self, requests: int) -> int:
-        """Everything but pages."""
-        plan = self.bytes_of(1, requests, 0)
-        return plan.total
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row at the widest moment of a step."""
+        c, item = self.config, self.wishes.item
+        stream = c.width * (2 * item + 8)  # normed x, mixer output, residual before and after
+        if self.wishes.drafts:
+            stream += 5 * c.width * item  # the block's two inputs, and both normed and joined
+        return stream + max(mixer_bytes(c, kind, item) for kind in dict.fromkeys(c.kinds))
+
+    def graphs(self, context: int, requests: int) -> int:
+        """An upper estimate of what CUDA graphs of the decode steps keep."""
+        if not self.wishes.graphs:
+            return 0
+        c, drafts = self.config, self.wishes.drafts
+        rows = requests * (drafts + 1)
+        shapes = self.wishes.graphs * len(ladder(requests)) * len(key_limits(context + drafts))
+        scratch = 0
+        if c.attention is not None:  # partial sums, and two numbers each
+            width = c.attention.q_rows + 2 * c.attention.heads
+            scratch = rows * split_count(context + drafts) * width * 4
+        step = rows * (self.row_bytes + 2 * c.vocab * 4) + scratch
+        return int(_MARGIN * step) + shapes * len(c.kinds) * _RECORDED
+
+    def fixed(self, context: int, requests: int) -> int:
+        """Everything but the pages of requests."""
+        return self.bytes_of(context, requests, 0).total
 
     def need(self, context: int, requests: int) -> int:
         """The least that works: one whole context of pages, a state for each request."""
-        return self.fixed(requests) + pages_for(context) * self.page_bytes
+        return self.fixed(context, requests) + pages_for(context) * self.page_bytes
 
     def fits(self, context: int, requests: int) -> bool:
         return self.need(context, requests) <= self.available
@@ -196,9 +223,9 @@ class _Planner:
 
     def leaves_half(self, context: int, requests: int) -> bool:
         """States take at most half of what weights, work and one context leave."""
-        states = self.fixed(requests) - self.weights - self.work(requests)
-        rest = self.available - self.weights - self.work(requests)
-        rest -= pages_for(context) * self.page_bytes
+        plan = self.bytes_of(context, requests, 0)
+        states = plan.states + plan.lanes
+        rest = self.available - (plan.total - states) - pages_for(context) * self.page_bytes
         return 2 * states <= rest
 
     # ---- refusal ------------------------------------------------------------------------------

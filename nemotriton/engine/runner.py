@@ -157,6 +157,8 @@ class Runner:
         self.clock.start()
         if shape is not None:
             return self._replay(step, shape)
+        if self.steps is not None and not step.prefill:
+            self.steps.others += 1
         rows = Rows.of(step)
         drafting = any(p.request.drafts for p in step.decode)
         batch = self._batch(step, rows, drafting)

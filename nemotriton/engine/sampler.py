@@ -138,7 +138,8 @@ def choose(logits: Tensor, adjusted: Tensor, *rules: Tensor) -> Tensor:
 def is_plain(request: Request) -> bool:
     """True where the request's next pick is of the model's logits as they are."""
     young = bool(request.stop_ids) and len(request.output) < request.params.min_tokens
-    return not (young or request.params.penalised)
+    constrained = getattr(request, "constraint", None) is not None
+    return not (young or constrained or request.params.penalised)
 
 
 def describe(

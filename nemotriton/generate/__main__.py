@@ -85,6 +85,7 @@ def main(
     drafts: o.Drafts = 0,
     tree: o.Tree = None,
     adapt_drafts: o.AdaptDrafts = True,
+    graphs: o.Graphs = None,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     console = Console(quiet)
@@ -95,7 +96,7 @@ def main(
         work = Work(prompts, lines, out, *form, stated, stop_token or [])
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
         sizes = (device, memory, max_context, max_requests, prefill_piece, state_dtype)
-        extras = (kv_dtype, act_quant, drafts, tree, adapt_drafts)
+        extras = (kv_dtype, act_quant, drafts, tree, adapt_drafts, graphs)
         machine = Machine(*sizes, implementations(impl), *extras)
         answer(work, source, machine, View(console, json, stats))
 

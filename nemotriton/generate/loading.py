@@ -30,12 +30,14 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 drafts=machine.drafts,
                 tree=machine.tree,
                 adapt_drafts=machine.adapt_drafts,
+                graphs=machine.graphs,
                 impl=machine.impl,
                 memory=machine.memory,
                 state_dtype=machine.state_dtype,
                 kv_dtype=machine.kv_dtype,
                 act_quant=machine.act_quant,
                 progress=progress,
+                recording=progress.graphs,
             )
         else:
             llm = LLM(
@@ -48,6 +50,7 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 drafts=machine.drafts,
                 tree=machine.tree,
                 adapt_drafts=machine.adapt_drafts,
+                graphs=machine.graphs,
                 impl=machine.impl,
                 memory=machine.memory,
                 state_dtype=machine.state_dtype,
@@ -56,6 +59,7 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 revision=source.revision,
                 offline=source.offline,
                 progress=progress,
+                recording=progress.graphs,
             )
     with llm:
         _introduce(llm, source, machine, console)

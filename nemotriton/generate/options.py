@@ -220,3 +220,11 @@ AdaptDrafts = Annotated[
         default="--adapt-drafts",
     ),
 ]
+Graphs = Annotated[
+    bool | None,
+    _option(
+        *(_MACHINE, "--graphs/--no-graphs"),
+        help="Record decode steps as CUDA graphs: a slower start, then much less work for the CPU.",
+        default="--graphs on a GPU",
+    ),
+]

@@ -64,7 +64,7 @@ class Source:
 class Machine:
     """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
 
-    drafts, tree, adapt_drafts: see `LLM`.
+    drafts, tree, adapt_drafts, graphs: see `LLM`.
     """
 
     device: str | None
@@ -79,6 +79,7 @@ class Machine:
     drafts: int = 0
     tree: str | None = None
     adapt_drafts: bool = True
+    graphs: bool | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:
