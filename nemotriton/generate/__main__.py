@@ -88,8 +88,7 @@ def main(
     graphs: o.Graphs = None,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
-    console = Console(quiet)
-    with exit_codes(console):
+    with exit_codes(console := Console(quiet)):
         prompts, lines = gather(prompt, file, batch, out)
         stated = {k: v for k in _PARAMS if (v := ctx.params[k]) is not None and v is not False}
         form = (system, raw, template_args(template_arg))
