@@ -2,8 +2,8 @@
 
 Random weights at full width; the accepted drafts are forced to each number from 0 up, so the times
 do not hang on a text. Parts are times in the stream of the device, medians over steps; `step` is
-the host's; steps are not replayed from CUDA graphs. tok/s is of all requests together. `gain` is against the plain step of the same run,
-without the draft block's own rows.
+the host's. Steps are launched one by one, not replayed from CUDA graphs. tok/s is of all requests
+together. `gain` is against the plain step of the same run, without the draft block's own rows.
 """
 
 import random
