@@ -96,7 +96,7 @@ def convolving(new: int) -> Make:
         state = torch.randn(shape, generator=rng, device=dev).to(dtype)
         args = {
             "x": rows[:, 8192 : 8192 + case.C],
-            "weight": torch.randn(case.C, case.W, generator=rng, device=dev).to(dtype),
+            "weight": torch.randn(case.W, case.C, generator=rng, device=dev).to(dtype).t(),
             "bias": torch.randn(case.C, generator=rng, device=dev).to(dtype),
             "state": state,
             "max_new": max(lengths),

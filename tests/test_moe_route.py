@@ -24,7 +24,7 @@ def by_hand(
         worth.append(torch.tensor(two).sum().item())
     kept = sorted(range(groups), key=lambda g: (-worth[g], g))[:top]
     pool = [e for e in range(len(c)) if e // size in kept]
-    return sorted(pool, key=lambda e: (-c[e], e))[:K]
+    return sorted(sorted(pool, key=lambda e: (-c[e], e))[:K])
 
 
 def check_sorted(r: Routing, E: int) -> None:
@@ -79,7 +79,8 @@ def test_biases_closer_than_a_bf16_step_still_choose() -> None:
     assert r.ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
     swapped = bias.clone()
     swapped[:2] = bias[:2].flip(0)
-    assert route_experts_ref(torch.zeros(1, E), swapped, 6).ids.tolist() == [[1, 0, 2, 3, 4, 5]]
+    assert route_experts_ref(torch.zeros(1, E), swapped, 6).ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert route_experts_ref(torch.zeros(1, E), swapped, 1).ids.tolist() == [[1]]
 
 
 def test_scores_an_ulp_apart_are_told_apart() -> None:
@@ -87,9 +88,9 @@ def test_scores_an_ulp_apart_are_told_apart() -> None:
     one = torch.tensor(0.3)
     near = torch.stack([torch.nextafter(one, torch.tensor(-1.0)), one, one])
     exact = [Fraction(1) / (1 + Fraction(math.exp(-x))) for x in near.tolist()]
-    ids = route_experts_ref(near[None], None, 3).ids[0].tolist()
+    ids = route_experts_ref(near[None], None, 2).ids[0].tolist()
     rounded = torch.tensor([float(v) for v in exact], dtype=torch.float64).float()
-    assert ids == sorted(range(3), key=lambda e: (-rounded[e].item(), e))
+    assert ids == sorted(sorted(range(3), key=lambda e: (-rounded[e].item(), e))[:2])
 
 
 def test_all_equal_takes_the_lowest_ids_and_groups() -> None:
@@ -117,7 +118,7 @@ def test_nan_and_infinite_logits_give_valid_ids() -> None:
         assert all(len(set(row)) == 4 and max(row) < 6 for row in r.ids.tolist())
         assert r.weights[0].isnan().all()
         check_sorted(r, 6)
-    assert route_experts_ref(logits, None, 4).ids.tolist() == [[0, 1, 2, 3], [1, 4, 3, 0]]
+    assert route_experts_ref(logits, None, 4).ids.tolist() == [[0, 1, 2, 3], [0, 1, 3, 4]]
 
 
 def test_the_oracle_chooses_as_the_twin() -> None:

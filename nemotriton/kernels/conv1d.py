@@ -6,11 +6,11 @@ u is the sequence's own past: its new tokens x, before them the window kept in t
 that zeros (Gu & Dao 2023; the layout of the reference implementation's weight).
 
 x [T, C] packed tokens with a free row stride (a slice of the in-projection is read in place),
-weight [C, W], bias [C] or None, windows [W-1, C] of raw inputs, oldest first, in x's dtype;
-y [T, C] contiguous. Sums are fp32 and run from the newest tap to the oldest in both ops, so how a
-sequence is cut into calls changes no bit. `cu` int32 [S+1] token starts, `slots` int32 [S]; a
-sequence with slot -1 is a pad: its rows of y are zeros. Sequences may be empty or shorter than the
-window.
+weight [C, W] with free strides (best where neighbouring channels touch), bias [C] or None,
+windows [W-1, C] of raw inputs, oldest first, in x's dtype; y [T, C] contiguous. Sums are fp32 and
+run from the newest tap to the oldest in all kernels, so how a sequence is cut into calls changes no
+bit. `cu` int32 [S+1] token starts, `slots` int32 [S]; a sequence with slot -1 is a pad: its rows of
+y are zeros. Sequences may be empty or shorter than the window.
 """
 
 import itertools
@@ -114,7 +114,7 @@ def causal_conv1d_update_ref(
     return y
 
 
-# ----------------------------------------------------------------------------------------- kernel
+# ---------------------------------------------------------------------------------------- kernels
 @triton.jit
 def _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W: tl.constexpr):
     """The rows `at` of a sequence's u: new tokens from zero on, rows of its window below."""
@@ -125,11 +125,29 @@ def _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept,
     return tl.where(new, fresh, tl.load(old, mask=inside & ~new & kept, other=0.0))
 
 
+@triton.jit
+def _new_taps(x_ptr, x_stride, w_ptr, tap_stride, t, c, inside, C, acc, W: tl.constexpr):
+    """acc + the taps of rows whose whole past is new tokens, newest first."""
+    for back in tl.static_range(W):
+        u = tl.load(x_ptr + (t - back)[:, None] * x_stride + c[None, :], mask=inside)
+        w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
+        acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _finish(acc, b_ptr, c, C, owned):
+    if b_ptr is not None:
+        acc += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    return tl.where(owned, silu(acc), 0.0)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _causal_conv1d(
     x_ptr, w_ptr, b_ptr, state_ptr, lanes_ptr, fresh_ptr, y_ptr,
     cu_idx, slots_idx, parents_idx,
-    x_stride, y_stride, slot_stride, row_stride, lane_slot_stride, lane_stride, lane_row_stride,
+    x_stride, y_stride, w_stride, tap_stride,
+    slot_stride, row_stride, lane_slot_stride, lane_stride, lane_row_stride,
     C, tiles,
     W: tl.constexpr, UPDATE: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -156,26 +174,29 @@ def _causal_conv1d(
     window_ptr = state_ptr + slot * slot_stride
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)  # within the sequence
     inside = (t < n)[:, None] & (c < C)[None, :]
+    w_ptr += c * w_stride
 
-    at = t  # the row of u under the tap
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    for back in tl.static_range(W):
-        u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
-        w = tl.load(w_ptr + c * W + (W - 1 - back), mask=c < C, other=0.0)
-        acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
-        if back < W - 1:
-            if lanes_ptr is not None:
-                lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
-                tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
-            if parents_idx is not None:
-                token = (at >= 0) & (t < n)
-                parent = tl.load(parents_idx + start + at, mask=token, other=-1).to(tl.int64)
-                at = tl.where(token, parent, at - 1)
-            else:
-                at = at - 1
-    if b_ptr is not None:
-        acc += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    y = tl.where(owned, silu(acc), 0.0).to(y_ptr.dtype.element_ty)
+    if tile > 0:
+        new = inside & owned
+        acc = _new_taps(x_ptr, x_stride, w_ptr, tap_stride, t, c, new, C, acc, W)
+    else:
+        at = t  # the row of u under the tap
+        for back in tl.static_range(W):
+            u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
+            w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
+            acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
+            if back < W - 1:
+                if lanes_ptr is not None:
+                    lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
+                    tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
+                if parents_idx is not None:
+                    token = (at >= 0) & (t < n)
+                    parent = tl.load(parents_idx + start + at, mask=token, other=-1).to(tl.int64)
+                    at = tl.where(token, parent, at - 1)
+                else:
+                    at = at - 1
+    y = _finish(acc, b_ptr, c, C, owned).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (start + t)[:, None] * y_stride + c[None, :], y, mask=inside)
 
     if UPDATE and W > 1 and tile == 0:
@@ -186,6 +207,42 @@ def _causal_conv1d(
         tl.debug_barrier()  # every thread has read the window before any overwrites it
         place = window_ptr + row[:, None] * row_stride + c[None, :]
         tl.store(place, final, mask=kept_rows & owned)
+
+
+@triton.jit
+def _conv1d_step(
+    x_ptr, w_ptr, b_ptr, state_ptr, y_ptr, cu_idx, slots_idx,
+    x_stride, y_stride, w_stride, tap_stride, slot_stride, row_stride, C,
+    W: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """At most one token of one sequence, for a block of channels; the window moves on by it.
+
+    Each thread keeps to its own channels, so the order of its loads and stores is enough."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(C, BLOCK_C)
+    c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    s = pid // blocks
+    token = tl.load(cu_idx + s).to(tl.int64)
+    slot = tl.load(slots_idx + s).to(tl.int64)
+    owned = slot >= 0
+    inside = (c < C) & (tl.load(cu_idx + s + 1).to(tl.int64) > token)
+    moved = inside & owned
+    window = state_ptr + slot * slot_stride + c
+    w_ptr += c * w_stride
+    x = tl.load(x_ptr + token * x_stride + c, mask=moved, other=0.0)
+    w = tl.load(w_ptr + (W - 1) * tap_stride, mask=c < C, other=0.0)
+    acc = x.to(tl.float32) * w.to(tl.float32)
+    for back in tl.static_range(1, W):
+        u = tl.load(window + (W - 1 - back) * row_stride, mask=moved, other=0.0)
+        w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
+        acc += u.to(tl.float32) * w.to(tl.float32)
+    y = _finish(acc, b_ptr, c, C, owned).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + token * y_stride + c, y, mask=inside)
+    for row in tl.static_range(W - 2):
+        after = tl.load(window + (row + 1) * row_stride, mask=moved)
+        tl.store(window + row * row_stride, after, mask=moved)
+    if W > 1:
+        tl.store(window + (W - 2) * row_stride, x, mask=moved)
 
 
 def _launch(
@@ -209,7 +266,7 @@ def _launch(
     grid = (slots.shape[0] * tiles * cdiv(C, int(tile["BLOCK_C"])),)
     lane_strides = (0, 0, 0) if lanes is None else lanes.stride()[:3]
     tensors = (x, weight, bias, state, lanes, fresh, y, cu, slots, parents)
-    strides = (x.stride(0), y.stride(0), state.stride(0), state.stride(1), *lane_strides)
+    strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2], *lane_strides)
     constants = {"W": W, "UPDATE": update, "BLOCK_W": next_pow2(W - 1)}
     launch(_causal_conv1d, grid, *tensors, *strides, C, tiles, **constants, **tile)
     return y
@@ -226,8 +283,8 @@ def _check(
     require(x.ndim == 2, f"x must be [tokens, channels], got shape {tuple(x.shape)}")
     T, C = x.shape
     require(
-        weight.ndim == 2 and weight.shape[0] == C and weight.is_contiguous(),
-        f"weight must be a contiguous [{C}, width], got shape {tuple(weight.shape)}",
+        weight.ndim == 2 and weight.shape[0] == C,
+        f"weight must be [{C}, width], got shape {tuple(weight.shape)}",
     )
     W = weight.shape[1]
     require(
@@ -278,10 +335,10 @@ def causal_conv1d(
 def _prefill_tiles(case: Case) -> list[Tile]:
     return [
         Tile(BLOCK_T=t, BLOCK_C=c, num_warps=w, num_stages=1)
-        for t in (16, 32, 64, 128)
+        for t in (16, 32, 64)
         for c in (64, 128, 256)
-        for w in (2, 4, 8)
-        if 8 <= t * c // (32 * w) <= 32  # elements a thread: all W taps are in flight at once
+        for w in (1, 2, 4, 8)
+        if 16 <= t * c // (32 * w) <= 64  # elements a thread: all W taps are in flight at once
     ]
 
 
@@ -298,7 +355,7 @@ def _make_window_args(
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return {
         "x": torch.randn(T, case.C, generator=rng, device=dev).to(dtype),
-        "weight": torch.randn(case.C, case.W, generator=rng, device=dev).to(dtype) * 0.5,
+        "weight": torch.randn(case.W, case.C, generator=rng, device=dev).to(dtype).t() * 0.5,
         "bias": torch.randn(case.C, generator=rng, device=dev).to(dtype),
         "state": state,
         "cu": ends.to(dev),
@@ -332,7 +389,7 @@ CAUSAL_CONV1D = KernelSpec(
     tokens=(64, 256, 1024, 4096, 16384, 65536),
     make=_make_causal_conv1d,
     tiles=_prefill_tiles,
-    default=lambda case, tokens: Tile(BLOCK_T=64, BLOCK_C=64, num_warps=8, num_stages=1),
+    default=lambda case, tokens: Tile(BLOCK_T=32, BLOCK_C=128, num_warps=4, num_stages=1),
     cost=lambda case, T, dtype: Cost(
         (2 * case.W + 4) * T * case.C, (2 * T + case.W) * case.C * dtype.itemsize
     ),
@@ -375,7 +432,14 @@ def causal_conv1d_update(
         f"got {None if lanes is None else tuple(lanes.shape)}",
     )
     N = next_pow2(max_new)
-    tile = CAUSAL_CONV1D_UPDATE.tile(T, x, C=C, W=W, N=N).but(BLOCK_T=N)
+    tile = CAUSAL_CONV1D_UPDATE.tile(T, x, C=C, W=W, N=N)
+    if max_new == 1 and update_state and lanes is None:
+        y = torch.empty((T, C), dtype=x.dtype, device=x.device)
+        grid = (slots.shape[0] * cdiv(C, int(tile["BLOCK_C"])),)
+        strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2])
+        launch(_conv1d_step, grid, x, weight, bias, state, y, cu, slots, *strides, C, W=W, **tile)
+        return y
+    tile = tile.but(BLOCK_T=N)
     return _launch(
         x, weight, bias, state, cu, slots, max_new, tile, None, lanes, parents, update_state
     )
@@ -416,14 +480,14 @@ def _update_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 CAUSAL_CONV1D_UPDATE = KernelSpec(
     op=causal_conv1d_update,
-    kernels=(_causal_conv1d,),
+    kernels=(_causal_conv1d, _conv1d_step),
     cases=lambda config: [Case(**case, N=n) for case in _windows(config) for n in (1, 4, 8)],
     small=[Case(C=48, W=4, N=1), Case(C=37, W=3, N=4), Case(C=130, W=2, N=2)],
     tokens=(1, 4, 16, 64, 256, 1024),
     make=_make_causal_conv1d_update,
     tiles=_update_tiles,
     default=lambda case, tokens: Tile(
-        BLOCK_C=max(32, 256 // case.N), num_warps=1 if case.N == 1 else 2, num_stages=1
+        BLOCK_C=256 if case.N == 1 else max(32, 512 // case.N), num_warps=1, num_stages=1
     ),
     cost=_update_cost,
     mutates=("state", "lanes"),

@@ -5,7 +5,7 @@
     group limit (DeepSeek-V3, arXiv 2412.19437): the experts lie in `router_groups` equal groups; a
              group is worth the sum of its two best choices (a group of one: its only one) and the
              experts of the `top_groups` best groups stay
-    ids    = the K largest choices, best first                                       [T, K]
+    ids    = the K largest choices, in ascending order of expert                     [T, K]
     weight = score[ids], then / (sum + 1e-20) if `normalize`, then * scale           [T, K]
 
 Ties, of experts and of groups, go to the lowest index. Choices are compared in fp32, where the
@@ -13,6 +13,12 @@ score is the float32 nearest to the true sigmoid (computed in float64 and rounde
 and the kernel then choose the same experts, which two float32 sigmoids an ulp apart would not.
 The twin on float64 inputs (the oracle) chooses from the float32 score too, and weighs in float64.
 A NaN choice sorts below every number, so the ids of such a row are valid and its weights NaN.
+
+The kernel does not sort. It finds the K-th largest key of a row by bisection over the bits of the
+float32 choice, which ends as soon as exactly K keys are at or above the middle, and then takes the
+lowest indices of those equal to it. A chosen expert's place among the ids is the number of chosen
+ones before it. The sum behind `normalize` is taken in float64, where K float32 scores add exactly
+in any order, so that no tile changes a weight.
 
 T tokens, E experts, K experts a token; logits and bias fp32, ids int32, weights fp32.
 """
@@ -36,18 +42,19 @@ from nemotriton.kernels.op import (
     next_pow2,
     op,
 )
-from nemotriton.kernels.order import NOTHING, key_index, order_key, top_indices
+from nemotriton.kernels.order import NOTHING, order_bits, order_key, top_indices
 
 # tokens x experts that one program holds in registers: up to here routing and sort are one launch
 ONE_PROGRAM = 8192
-SCAN_BLOCKS, SCAN_EXPERTS = 64, 32
+SCAN_BLOCKS, SCAN_EXPERTS = 256, 8
+ABSENT = tl.constexpr(-(2**31))  # order bits of no expert: below those of NaN
 
 
 class Routing(NamedTuple):
     """Where each token goes, and the pairs of each expert.
 
-    ids [T, K] int32 and weights [T, K] fp32 by token, best expert first; order [T*K] int32 holds
-    the flat pairs t*K + j sorted by expert, in token order within one; expert e owns
+    ids [T, K] int32, ascending, and their weights [T, K] fp32; order [T*K] int32 holds the flat
+    pairs t*K + j sorted by expert, in token order within one; expert e owns
     order[offsets[e]:offsets[e+1]], offsets [E+1] int32."""
 
     ids: torch.Tensor
@@ -82,6 +89,7 @@ def route_experts_ref(
         ids = pool.gather(-1, top_indices(choice.gather(-1, pool), top_k))
     else:
         ids = top_indices(choice, top_k)
+    ids = ids.sort(-1).values
     weights = score.to(acc_dtype(logits)).gather(-1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -128,14 +136,15 @@ def _limit_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """keys [BLOCK_T, BLOCK_G * BLOCK_S] with those outside the best groups set to NOTHING."""
+    """keys [BLOCK_T, BLOCK_G * BLOCK_S] with those outside the best groups set to ABSENT."""
     keys = tl.reshape(keys, [BLOCK_T, BLOCK_G, BLOCK_S])
     choice = tl.reshape(choice, [BLOCK_T, BLOCK_G, BLOCK_S])
-    first = tl.max(keys, 2)
-    won = keys == first[:, :, None]
-    rest = tl.where(won, NOTHING, keys)
-    second = tl.max(rest, 2)
-    next_won = (rest == second[:, :, None]) & (rest != NOTHING)
+    down = BLOCK_S - tl.arange(0, BLOCK_S)[None, None, :]
+    ranked = (keys.to(tl.int64) << 32) + down  # no two are equal
+    first = tl.max(ranked, 2)
+    won = ranked == first[:, :, None]
+    rest = tl.where(won, NOTHING, ranked)
+    next_won = (rest == tl.max(rest, 2)[:, :, None]) & (keys != ABSENT)
     worth = tl.sum(tl.where(won, choice, 0.0), 2) + tl.sum(tl.where(next_won, choice, 0.0), 2)
     g = tl.arange(0, BLOCK_G)
     group_keys = tl.where((g < GROUPS)[None, :], order_key(worth, g[None, :]), NOTHING)
@@ -144,106 +153,97 @@ def _limit_groups(
         hit = group_keys == tl.max(group_keys, 1)[:, None]
         kept = tl.where(hit, 1, kept)
         group_keys = tl.where(hit, NOTHING, group_keys)
-    keys = tl.where((kept > 0)[:, :, None], keys, NOTHING)
+    keys = tl.where((kept > 0)[:, :, None], keys, ABSENT)
     return tl.reshape(keys, [BLOCK_T, BLOCK_G * BLOCK_S])
 
 
 @triton.jit
-def _best(keys, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """ids [BLOCK_T, BLOCK_K] of the K largest keys of every row, and slot, as the keys: the j of
-    a chosen expert, -1 of the others."""
-    j = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-    slot = tl.full(keys.shape, -1, tl.int32)
-    for r in range(K):
-        best = tl.max(keys, 1)
-        won = keys == best[:, None]
-        ids = tl.where(j[None, :] == r, key_index(best)[:, None], ids)
-        slot = tl.where(won, r, slot)
-        keys = tl.where(won, NOTHING, keys)
-    return ids, slot
+def _threshold(keys, K: tl.constexpr):
+    """int32 [BLOCK_T]: in each row at least K keys are at or above it, and fewer above it.
+
+    Where exactly K are at or above some middle, that middle serves and the row's search is over."""
+    low = tl.min(tl.where(keys == ABSENT, 2147483647, keys), 1).to(tl.int64)
+    high = tl.max(keys, 1).to(tl.int64) + 1
+    while tl.max(high - low, 0) > 1:
+        middle = low + ((high - low) >> 1)
+        count = tl.sum((keys >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
+        low = tl.where(count >= K, middle, low)
+        high = tl.where(count > K, high, tl.where(count == K, middle + 1, middle))
+    return low.to(tl.int32)
 
 
 @triton.jit
-def _place(order_ptr, slot, first, t, K: tl.constexpr):
-    """Store the pairs of a block of tokens; slot [BLOCK_T, experts] is j, or -1 where not chosen,
-    first [experts] where the block's pairs of each expert begin."""
-    chosen = (slot >= 0).to(tl.int32)
-    rank = tl.cumsum(chosen, 0) - chosen
-    pairs = t[:, None] * K + slot
-    tl.store(order_ptr + first[None, :].to(tl.int64) + rank, pairs.to(tl.int32), mask=slot >= 0)
+def _slots(keys, K: tl.constexpr):
+    """The place j of each of the K largest keys among the ids of its row; -1 of the others."""
+    bar = _threshold(keys, K)[:, None]
+    above, equal = (keys > bar).to(tl.int32), (keys == bar).to(tl.int32)
+    counts = above + (equal << 16)  # both are counted in one scan
+    before = tl.cumsum(counts, 1) - counts
+    room = K - tl.sum(above, 1)[:, None]
+    chosen = (above > 0) | ((equal > 0) & ((before >> 16) < room))
+    return tl.where(chosen, (before & 0xFFFF) + tl.minimum(before >> 16, room), -1)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _route(
-    logits_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    order_ptr,
-    offsets_ptr,
-    counts_ptr,
-    logits_stride,
-    T,
-    scale,
-    K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SORT: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Route a block of tokens; then sort the pairs (one block), or count them by expert."""
-    block = tl.program_id(0).to(tl.int64)
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    live = t < T
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, order_ptr, offsets_ptr, ranks_ptr, counts_ptr,
+    logits_stride, T, scale,
+    K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SORT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Route BLOCKS blocks of tokens; then sort the pairs (one program), or count them by expert."""
+    program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_G * BLOCK_S)  # groups padded to BLOCK_S experts, BLOCK_G groups
     e = column // BLOCK_S * SIZE + column % BLOCK_S
     real = (column // BLOCK_S < GROUPS) & (column % BLOCK_S < SIZE)
-    logits = logits_ptr + t * logits_stride
-    inside = live[:, None] & real[None, :]
-    choice = _sigmoid(tl.load(logits[:, None] + e[None, :], mask=inside, other=0.0))
-    if HAS_BIAS:
-        choice += tl.load(bias_ptr + e, mask=real, other=0.0).to(tl.float32)[None, :]
-    keys = tl.where(real[None, :], order_key(choice, e[None, :]), NOTHING)
-    if TOP_GROUPS < GROUPS:
-        keys = _limit_groups(keys, choice, GROUPS, TOP_GROUPS, BLOCK_T, BLOCK_G, BLOCK_S)
+    seen = tl.zeros([BLOCK_G * BLOCK_S], tl.int32)  # pairs of each expert in this program so far
+    for block in range(BLOCKS):
+        t = (program * BLOCKS + block) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = t < T
+        inside = live[:, None] & real[None, :]
+        logits = logits_ptr + (t * logits_stride)[:, None] + e[None, :]
+        score = _sigmoid(tl.load(logits, mask=inside, other=0.0))
+        choice = score
+        if HAS_BIAS:
+            choice += tl.load(bias_ptr + e, mask=real, other=0.0).to(tl.float32)[None, :]
+        keys = tl.where(real[None, :], order_bits(choice), ABSENT)
+        if TOP_GROUPS < GROUPS:
+            keys = _limit_groups(keys, choice, GROUPS, TOP_GROUPS, BLOCK_T, BLOCK_G, BLOCK_S)
 
-    ids, slot = _best(keys, K, BLOCK_T, BLOCK_K)
-    j = tl.arange(0, BLOCK_K)
-    pairs = live[:, None] & (j < K)[None, :]
-    weight = _sigmoid(tl.load(logits[:, None] + ids, mask=pairs, other=0.0))
-    weight = tl.where(pairs, weight, 0.0)
-    if NORMALIZE:
-        weight = tl.div_rn(weight, (tl.sum(weight, 1) + 1e-20)[:, None])
-    row = t[:, None] * K + j[None, :]
-    tl.store(ids_ptr + row, ids, mask=pairs)
-    tl.store(weights_ptr + row, weight * scale, mask=pairs)
+        slot = tl.where(live[:, None], _slots(keys, K), -1)
+        chosen = slot >= 0
+        weight = tl.where(chosen, score, 0.0)
+        if NORMALIZE:
+            total = tl.sum(weight.to(tl.float64), 1).to(tl.float32)
+            weight = tl.div_rn(weight, (total + 1e-20)[:, None])
+        place = (t * K)[:, None] + slot
+        tl.store(ids_ptr + place, tl.broadcast_to(e[None, :], slot.shape), mask=chosen)
+        tl.store(weights_ptr + place, weight * scale, mask=chosen)
 
-    slot = tl.where(live[:, None], slot, -1)
-    count = tl.sum((slot >= 0).to(tl.int32), 0)
-    if SORT:
-        end = tl.cumsum(count, 0)
-        tl.store(offsets_ptr, 0)
-        tl.store(offsets_ptr + 1 + e, end, mask=real)
-        _place(order_ptr, slot, end - count, t, K)
-    else:
-        tl.store(counts_ptr + block * (GROUPS * SIZE) + e, count, mask=real)
+        one = chosen.to(tl.int32)
+        rank = tl.cumsum(one, 0) - one + seen[None, :]
+        seen += tl.sum(one, 0)
+        if SORT:
+            end = tl.cumsum(seen, 0)
+            tl.store(offsets_ptr, 0)
+            tl.store(offsets_ptr + 1 + e, end, mask=real)
+            pair = order_ptr + (end - seen)[None, :].to(tl.int64) + rank
+            tl.store(pair, place.to(tl.int32), mask=chosen)
+        else:
+            tl.store(ranks_ptr + place, rank, mask=chosen)
+    if not SORT:
+        tl.store(counts_ptr + program * (GROUPS * SIZE) + e, seen, mask=real)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _scan_counts(counts_ptr, totals_ptr, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """counts [blocks, E] become exclusive sums down the blocks; totals [E] their ends."""
+@triton.jit(do_not_specialize=["programs"])
+def _scan_counts(counts_ptr, totals_ptr, programs, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """counts [programs, E] become exclusive sums down the programs; totals [E] their ends."""
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     b = tl.arange(0, BLOCK_B).to(tl.int64)
     total = tl.zeros([BLOCK_E], tl.int32)
-    for b0 in range(0, blocks, BLOCK_B):
-        inside = (b0 + b < blocks)[:, None] & (e < E)[None, :]
+    for b0 in range(0, programs, BLOCK_B):
+        inside = (b0 + b < programs)[:, None] & (e < E)[None, :]
         at = counts_ptr + (b0 + b)[:, None] * E + e[None, :]
         count = tl.load(at, mask=inside, other=0)
         tl.store(at, total[None, :] + tl.cumsum(count, 0) - count, mask=inside)
@@ -251,34 +251,31 @@ def _scan_counts(counts_ptr, totals_ptr, blocks, E, BLOCK_B: tl.constexpr, BLOCK
     tl.store(totals_ptr + e, total, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _place_blocks(
-    ids_idx,
-    counts_ptr,
-    totals_ptr,
-    order_ptr,
-    offsets_ptr,
-    T,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    """Store a block's pairs behind those of the experts and blocks before it."""
-    block = tl.program_id(0).to(tl.int64)
-    t = block * BLOCK_T + tl.arange(0, BLOCK_T)
+@triton.jit(do_not_specialize=["pairs"])
+def _place_pairs(
+    ids_idx, ranks_idx, counts_ptr, totals_ptr, order_ptr, offsets_ptr, pairs,
+    E: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Store the OWN pairs of a `_route` program behind those of the experts and programs before."""
+    program = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
-    slot = tl.full([BLOCK_T, BLOCK_E], -1, tl.int32)
-    for r in range(K):
-        expert = tl.load(ids_idx + t * K + r, mask=t < T, other=-1).to(tl.int64)
-        slot = tl.where(expert[:, None] == e[None, :], r, slot)
     total = tl.load(totals_ptr + e, mask=e < E, other=0)
     end = tl.cumsum(total, 0)
-    if block == 0:
+    if program == 0:
         tl.store(offsets_ptr, 0)
         tl.store(offsets_ptr + 1 + e, end, mask=e < E)
-    before = tl.load(counts_ptr + block * E + e, mask=e < E, other=0)
-    _place(order_ptr, slot, end - total + before, t, K)
+    starts = counts_ptr + program * E
+    before = tl.load(starts + e, mask=e < E, other=0)
+    tl.store(starts + e, end - total + before, mask=e < E)
+    tl.debug_barrier()  # they are read again by other threads
+    for p0 in range(0, OWN, BLOCK_P):
+        i = p0 + tl.arange(0, BLOCK_P)
+        pair = program * OWN + i
+        inside = (i < OWN) & (pair < pairs)
+        expert = tl.load(ids_idx + pair, mask=inside, other=0).to(tl.int64)
+        rank = tl.load(ranks_idx + pair, mask=inside, other=0).to(tl.int64)
+        first = tl.load(starts + expert, mask=inside, other=0)
+        tl.store(order_ptr + first + rank, pair.to(tl.int32), mask=inside)
 
 
 @op(ref=route_experts_ref)
@@ -298,6 +295,7 @@ def route_experts(
     T, E, K = logits.shape[0], _check(logits, bias, top_k, router_groups, top_groups), top_k
     require(logits.dtype == torch.float32, f"router logits must be float32, got {logits.dtype}")
     require(logits.stride(1) == 1, "logits must have unit stride along the experts")
+    require(E < 2**15, f"{E} experts are more than a row's counters hold")
 
     def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -305,24 +303,25 @@ def route_experts(
     out = Routing(new((T, K)), new((T, K), torch.float32), new((T * K,)), new((E + 1,)))
     size = E // router_groups
     tile = ROUTE_EXPERTS.tile(T, logits, E=E, K=K, G=router_groups, TG=top_groups)
-    block_t, warps = int(tile["BLOCK_T"]), int(tile["num_warps"])
-    tile = tile.but(SORT=tile["SORT"] and block_t >= T)
-    blocks = max(1, cdiv(T, block_t))  # with no tokens one block still writes the offsets
-    counts, totals = new((0 if tile["SORT"] else blocks, E)), new((E,))
+    own = int(tile["BLOCK_T"]) * int(tile["BLOCKS"])
+    programs = max(1, cdiv(T, own))  # with no tokens one program still writes the offsets
+    sort = programs == 1 and tile["BLOCKS"] == 1
+    counts, totals, ranks = new((0 if sort else programs, E)), new((E,)), new((0 if sort else T, K))
     launch(
-        _route, (blocks,), logits, bias, *out, counts, logits.stride(0), T, scale,
+        _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(0), T, scale,
         K=K, GROUPS=router_groups, TOP_GROUPS=top_groups, SIZE=size, NORMALIZE=normalize,
-        HAS_BIAS=bias is not None, BLOCK_K=next_pow2(K),
+        HAS_BIAS=bias is not None, SORT=sort,
         BLOCK_G=next_pow2(router_groups), BLOCK_S=next_pow2(size), **tile,
     )  # fmt: skip
-    if not tile["SORT"]:
+    if not sort:
         launch(
-            _scan_counts, (cdiv(E, SCAN_EXPERTS),), counts, totals, blocks, E,
+            _scan_counts, (cdiv(E, SCAN_EXPERTS),), counts, totals, programs, E,
             BLOCK_B=SCAN_BLOCKS, BLOCK_E=SCAN_EXPERTS, num_warps=4,
         )  # fmt: skip
         launch(
-            _place_blocks, (blocks,), out.ids, counts, totals, out.order, out.offsets, T,
-            E=E, K=K, BLOCK_T=block_t, BLOCK_E=next_pow2(E), num_warps=warps,
+            _place_pairs, (programs,), out.ids, ranks, counts, totals, out.order, out.offsets,
+            T * K, E=E, OWN=own * K, BLOCK_P=min(1024, next_pow2(own * K)), BLOCK_E=next_pow2(E),
+            num_warps=4,
         )  # fmt: skip
     return out
 
@@ -332,23 +331,23 @@ def _columns(case: Case) -> int:
 
 
 def _tiles(case: Case) -> list[Tile]:
-    """SORT: the one program that holds all tokens also sorts; else blocks, a scan, and placing."""
+    """A program routes BLOCKS blocks of BLOCK_T tokens; one that holds all tokens also sorts."""
     return [
-        Tile(BLOCK_T=b, SORT=sort, num_warps=w, num_stages=1)
-        for b in (1, 2, 4, 8, 16, 32, 64)
+        Tile(BLOCK_T=b, BLOCKS=blocks, num_warps=w, num_stages=1)
+        for b in (1, 2, 4, 8, 16)
         for w in (1, 2, 4, 8, 16)
-        for sort in (True, False)
-        if 128 <= b * _columns(case) // w <= 1024 and b * _columns(case) <= ONE_PROGRAM
+        for blocks in ((1, 8, 32) if b <= 2 else (1, 4))
+        if 128 <= b * _columns(case) // w <= 512 and b * _columns(case) <= ONE_PROGRAM
     ]
 
 
 def _default(case: Case, tokens: int) -> Tile:
-    """Sixteen keys a lane: rows stay inside a warp, so that the K maxima need no barrier."""
-    most = max(1, ONE_PROGRAM // _columns(case))
-    sort = next_pow2(tokens) <= most
-    block = next_pow2(tokens) if sort else min(8, most)
-    warps = max(1, block * _columns(case) // 512)
-    return Tile(BLOCK_T=block, SORT=sort, num_warps=warps, num_stages=1)
+    """Eight keys a lane, for more would spill; a few tokens in one program, many in many."""
+    few = next_pow2(tokens) * _columns(case) <= ONE_PROGRAM // 2
+    block = next_pow2(tokens) if few else 1
+    blocks = 1 if tokens <= 512 else 8 if tokens <= 8192 else 32
+    warps = min(16, max(1, block * _columns(case) // 256))
+    return Tile(BLOCK_T=block, BLOCKS=blocks, num_warps=warps, num_stages=1)
 
 
 def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
@@ -373,7 +372,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 ROUTE_EXPERTS = KernelSpec(
     op=route_experts,
-    kernels=(_route, _scan_counts, _place_blocks),
+    kernels=(_route, _scan_counts, _place_pairs),
     cases=lambda config: [
         Case(E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups)
         for m in dict.fromkeys((*config.moes, config.mtp_moe))

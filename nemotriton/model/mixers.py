@@ -33,11 +33,14 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Conv1d(nn.Module):
-    """Weights of the depth-wise causal convolution: weight [conv_dim, W], bias [conv_dim]."""
+    """Weights of the depth-wise causal convolution: weight [conv_dim, W], bias [conv_dim].
+
+    The weight lies transposed in memory, for the kernels read a tap of neighbouring channels."""
 
     def __init__(self, mamba: MambaConfig, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.weight = parameter((mamba.conv_dim, mamba.conv_width), dtype, device)
+        taps = parameter((mamba.conv_width, mamba.conv_dim), dtype, device)
+        self.weight = nn.Parameter(taps.data.t(), requires_grad=taps.requires_grad)
         self.bias = parameter((mamba.conv_dim,), dtype, device) if mamba.conv_bias else None
 
 

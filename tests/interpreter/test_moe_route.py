@@ -19,7 +19,7 @@ def both(*args: object, block: int | None = None) -> Routing:
     if block is None:
         got = route_experts.triton(*args)  # type: ignore[arg-type]
     else:
-        with use_tile("route_experts", Tile(BLOCK_T=block, SORT=False, num_warps=1, num_stages=1)):
+        with use_tile("route_experts", Tile(BLOCK_T=block, BLOCKS=3, num_warps=1, num_stages=1)):
             got = route_experts.triton(*args)  # type: ignore[arg-type]
     assert_same(got, route_experts.ref(*args))  # type: ignore[arg-type]
     return got
@@ -52,7 +52,7 @@ def test_blocks_of_tokens_equal_one_program(T: int, poison: Poison) -> None:
     """More blocks than one step of the scan holds, and fewer tokens than a block."""
     logits = torch.randn(T, 40, generator=torch.Generator().manual_seed(T))
     blocks = both(logits, None, 3, 1, 1, True, 1.0, block=2)
-    with use_tile("route_experts", Tile(BLOCK_T=256, SORT=True, num_warps=4, num_stages=1)):
+    with use_tile("route_experts", Tile(BLOCK_T=256, BLOCKS=1, num_warps=4, num_stages=1)):
         one = route_experts.triton(logits, None, 3, 1, 1, True, 1.0)
     for a, b in zip(blocks, one):
         assert torch.equal(a, b)
