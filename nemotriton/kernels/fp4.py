@@ -129,6 +129,30 @@ def fp8_codes_ref(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     return e4m3_encode_ref(x.float() * reciprocal_ref(g.float()))
 
 
+# ---------------------------------------------------------------------------------- torch: inputs
+def random_nvfp4(
+    shape: tuple[int, ...], dev: torch.device, rng: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales of a matrix [..., K] whose values have a size of about 3; blocks of
+    scale zero, subnormal and negative zero are among them."""
+    *lead, K = shape
+    codes = torch.randint(0, 256, (*lead, K // 2), dtype=torch.uint8, device=dev, generator=rng)
+    scales = torch.randint(
+        0x30, 0x41, (*lead, K // GROUP), dtype=torch.uint8, device=dev, generator=rng
+    )
+    scales[..., ::7] = torch.randint(0, 8, scales[..., ::7].shape, device=dev, generator=rng).to(
+        torch.uint8
+    )
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def random_fp8(shape: tuple[int, ...], dev: torch.device, rng: torch.Generator) -> torch.Tensor:
+    """e4m3 numbers of every exponent up to 1.875, of both signs, never NaN."""
+    byte = torch.randint(0, 0x40, shape, dtype=torch.uint8, device=dev, generator=rng)
+    sign = torch.randint(0, 2, shape, dtype=torch.uint8, device=dev, generator=rng)
+    return (byte | sign << 7).view(torch.float8_e4m3fn)
+
+
 # ------------------------------------------------------------------------------------- jit: codes
 @triton.jit
 def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
     _stream,
@@ -152,14 +153,17 @@ def matmul(
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
     ieee = torch.float32 in (x.dtype, weight.dtype)
     tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(ieee))
-    if "STREAM" in tile and not ieee:
-        stream(x, weight, (None, None), bias, epilogue == "relu2", residual, y, tile)
+    squared = epilogue == "relu2"
+    if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
+        form = stream if "STREAM" in tile else square
+        form(x, weight, (None, None), bias, squared, residual, y, tile)
         return y
+    if "TMA" in tile:
+        tile = _pointers(tile)
     block_k = int(tile["BLOCK_K"])
     tile = tile.but(SPLITS=min(int(tile["SPLITS"]), cdiv(K, block_k)))
     splits = int(tile["SPLITS"])
     steps = cdiv(K, block_k * splits)
-    squared = epilogue == "relu2"
     r_stride = 0 if residual is None else residual.stride(0)
     constants = {"IEEE": ieee, "STEPS": steps, "EVEN_K": block_k * splits * steps == K}
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
@@ -272,10 +276,9 @@ SWAPPED = (
 # or both operands are reused
 SQUARE = (
     (128, 128, 64, 8, 3),
-    (128, 128, 64, 4, 4),
+    (128, 128, 64, 4, 3),
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
-    (64, 256, 64, 4, 4),
 )
 SWAP_TOKENS = 128
 PROGRAMS = (132, 264)  # that splitting K aims at: one or two for each of a large GPU's processors
@@ -297,10 +300,10 @@ def _swapped(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
     return tile.but(SWAP=True, GROUP=8, SPLITS=_splits(case, n, programs))
 
 
-def _square(shape: tuple[int, ...]) -> Tile:
-    t, n, k, warps, stages = shape
-    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
-    return tile.but(SWAP=False, GROUP=8, SPLITS=1)
+def _pointers(tile: Tile) -> Tile:
+    """The tile of the form without descriptors that has the same blocks."""
+    blocks = {k: v for k, v in tile.items() if k != "TMA"}
+    return Tile(**blocks).but(SWAP=False, SPLITS=1)
 
 
 def _default(case: Case, tokens: int) -> Tile:
@@ -309,13 +312,16 @@ def _default(case: Case, tokens: int) -> Tile:
     if case.ieee:
         few = tokens <= 64
         shape = (16, 32, 64, 4, 2) if few else (32, 128, 64, 4, 2)
-        return _square(shape).but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
+        tile = _pointers(square_tile(shape))
+        return tile.but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
     if tokens <= STREAM_TOKENS:
         return stream_tile(case.N, tokens, 2)
     if tokens <= SWAP_TOKENS:
         shape = next(s for s in SWAPPED if s[0] == next_pow2(tokens))
         return _swapped(case, shape, PROGRAMS[0])
-    return _square(SQUARE[0])
+    # descriptors cost the host more time than few tokens cost the GPU
+    tile = square_tile(SQUARE[0])
+    return tile if tokens > 512 else _pointers(tile)
 
 
 def _tiles(case: Case) -> list[Tile]:
@@ -327,7 +333,8 @@ def _tiles(case: Case) -> list[Tile]:
             for k in (32, 64)
         ]
     swapped = [_swapped(case, shape, p) for shape in SWAPPED for p in PROGRAMS]
-    return [*stream_tiles(2), *dict.fromkeys(swapped), *map(_square, SQUARE)]
+    squares = [square_tile(shape) for shape in SQUARE]
+    return [*stream_tiles(2), *dict.fromkeys(swapped), *squares, *map(_pointers, squares)]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
@@ -350,7 +357,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 MATMUL = KernelSpec(
     terms=lambda case: case.K,
     op=matmul,
-    kernels=(_matmul, _sum_splits, _stream),
+    kernels=(_matmul, _sum_splits, _stream, _square),
     cases=_cases,
     small=[Case(N=80, K=64, ieee=0), Case(N=37, K=51, ieee=0), Case(N=33, K=1100, ieee=1)],
     tokens=(1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192),

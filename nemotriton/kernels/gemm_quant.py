@@ -24,13 +24,24 @@ from nemotriton.errors import require
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
-    load_fp8,
     load_nvfp4,
     nvfp4_round_ref,
     nvfp4_values_ref,
+    random_fp8,
+    random_nvfp4,
 )
 from nemotriton.kernels.gemm import _sum_splits, check_rows
-from nemotriton.kernels.gemm_stream import finish
+from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
+from nemotriton.kernels.gemm_stream import (
+    STREAM_TOKENS,
+    _stream,
+    e4m3_to,
+    finish,
+    stream,
+    stream_suits,
+    stream_tile,
+    stream_tiles,
+)
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
     Args,
@@ -43,8 +54,9 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
+    target,
 )
-from nemotriton.kernels.quantize import check_scale, inner_widths, round_rows
+from nemotriton.kernels.quantize import check_scale, inner_widths, quantize_fp8, round_rows
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,7 +125,8 @@ def _linear_ref(
 def _matmul_quant(
     x_ptr, w_ptr, s_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, w_stride, s_stride, r_stride, T, N, K, steps,
-    RELU2: tl.constexpr, EVEN_K: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    RELU2: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one of SPLITS parts of K, `steps` blocks long; s_ptr: NVFP4.
@@ -144,7 +157,12 @@ def _matmul_quant(
         if s_ptr is not None:
             w = load_nvfp4(w_ptr, s_ptr, w_rows, k0, K, w_stride, s_stride, EVEN_K, BLOCK_K)
         else:
-            w = load_fp8(w_ptr, w_rows, k0, K, w_stride, EVEN_K, BLOCK_K)
+            w_at = w_ptr + w_rows[:, None] * w_stride + k[None, :]
+            if EVEN_K:
+                byte = tl.load(w_at)
+            else:
+                byte = tl.load(w_at, mask=(k < K)[None, :], other=0)
+            w = e4m3_to(byte, x.dtype, ASM)
         acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
 
     scale = tl.load(weight_scale_ptr)
@@ -230,18 +248,30 @@ def _run(
     check_rows(x, N, bias, epilogue, residual)
     values, scales, scale, input_scale = weight
     check_scale(scale, "the weight's scale")
-    if input_scale is not None:
-        check_scale(input_scale, "input_scale")
-        x = round_rows(x, input_scale, scales is not None)
     T = x.shape[0]
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
-    tile = spec.tile(T, x, N=N, K=K)
+    quantised = input_scale is not None
+    tile = spec.tile(T, x, N=N, K=K, Q=int(quantised))
+    rest = (bias, epilogue == "relu2", residual, y, tile)
+    if input_scale is not None:
+        check_scale(input_scale, "input_scale")
+        if "TMA" in tile and describable(values):
+            codes = quantize_fp8.triton(x, input_scale)
+            square(codes, values.view(codes.dtype), (scale, input_scale), *rest)
+            return y
+        x = round_rows(x, input_scale, scales is not None)
+    if "STREAM" in tile and x.dtype != torch.float32:
+        stream(x, values, (scale, input_scale), *rest)
+        return y
+    if "TMA" in tile or "STREAM" in tile:
+        tile = _generic(T, N, K)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     block_k = int(tile["BLOCK_K"])
     splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
     steps = cdiv(K, block_k * splits)
-    tile = tile.but(SPLITS=splits, EVEN_K=block_k * splits * steps == K)
+    even, asm = block_k * splits * steps == K, target(x.device) >= 90
+    tile = tile.but(SPLITS=splits, EVEN_K=even, ASM=asm)
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     s_stride = 0 if scales is None else scales.stride(0)
     r_stride = 0 if residual is None else residual.stride(0)
@@ -262,29 +292,6 @@ def _run(
 
 
 # ------------------------------------------------------------------------------------------- specs
-def random_nvfp4(
-    shape: tuple[int, ...], dev: torch.device, rng: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and block scales of a matrix [..., K] whose values have a size of about 3; blocks of
-    scale zero, subnormal and negative zero are among them."""
-    *lead, K = shape
-    codes = torch.randint(0, 256, (*lead, K // 2), dtype=torch.uint8, device=dev, generator=rng)
-    scales = torch.randint(
-        0x30, 0x41, (*lead, K // GROUP), dtype=torch.uint8, device=dev, generator=rng
-    )
-    scales[..., ::7] = torch.randint(0, 8, scales[..., ::7].shape, device=dev, generator=rng).to(
-        torch.uint8
-    )
-    return codes, scales.view(torch.float8_e4m3fn)
-
-
-def random_fp8(shape: tuple[int, ...], dev: torch.device, rng: torch.Generator) -> torch.Tensor:
-    """e4m3 numbers of every exponent up to 1.875, of both signs, never NaN."""
-    byte = torch.randint(0, 0x40, shape, dtype=torch.uint8, device=dev, generator=rng)
-    sign = torch.randint(0, 2, shape, dtype=torch.uint8, device=dev, generator=rng)
-    return (byte | sign << 7).view(torch.float8_e4m3fn)
-
-
 def _make_fp8(
     case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
 ) -> Args:
@@ -309,52 +316,92 @@ def _make_nvfp4(
     }
 
 
-def _cases(config: Any) -> list[Case]:
+def _sizes(config: Any) -> list[tuple[int, int]]:
     """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
     width = config.width
     m = config.mamba
     sizes = [(m.in_rows, width), (width, m.inner)] if m else []
     for inner in inner_widths(config):
         sizes += [(inner, width), (width, inner)]
-    return [Case(N=N, K=K) for N, K in dict.fromkeys(sizes)]
+    return list(dict.fromkeys(sizes))
 
 
-def _default(case: Case, tokens: int) -> Tile:
+def _generic(tokens: int, N: int, K: int) -> Tile:
     """Sane on Hopper and Blackwell without tuning."""
-    few = tokens <= 64
-    if few:
-        rows = 16 if tokens <= 16 else 64
-        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    else:
+    if tokens > 64:
         shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-    splits = 1
-    if few:  # about two programs for each of a large GPU's processors, each with work to pipeline
-        tiles = cdiv(case.N, 64)
-        while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
-            splits *= 2
+        return Tile(**shape, SPLITS=1, GROUP=8)
+    rows = 16 if tokens <= 16 else 64
+    shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+    splits, tiles = 1, cdiv(N, 64)
+    # about two programs for each of a large GPU's processors, each with work to pipeline
+    while splits < 8 and tiles * splits < 200 and 1024 * splits <= K:
+        splits *= 2
     return Tile(**shape, SPLITS=splits, GROUP=8)
+
+
+def _nvfp4_default(case: Case, tokens: int) -> Tile:
+    return _generic(tokens, case.N, case.K)
+
+
+def _fp8_default(case: Case, tokens: int) -> Tile:
+    if tokens <= STREAM_TOKENS:
+        return stream_tile(case.N, tokens, 1)
+    if not case.Q:
+        return _generic(tokens, case.N, case.K)
+    if tokens <= 64:
+        n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
+        return square_tile((64, n, 128, 4, 3))
+    return square_tile(SQUARE_FP8[0])
+
+
+SQUARE_FP8 = (
+    (128, 128, 128, 4, 3),
+    (128, 128, 128, 8, 3),
+    (128, 256, 128, 8, 3),
+    (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (64, 32, 128, 4, 4),
+)
 
 
 def _tiles(case: Case) -> list[Tile]:
     few = [
-        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=w, num_stages=3, SPLITS=s, GROUP=8)
-        for t in (16, 32)
-        for n in (32, 64, 128)
-        for k in (128, 256)
-        for w in (2, 4)
+        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=128, num_warps=4, num_stages=3, SPLITS=s, GROUP=8)
+        for t, n in ((16, 64), (64, 64), (64, 128))
         for s in (1, 2, 4)
         if 256 * s <= case.K
     ]
     many = [
-        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, num_warps=8, num_stages=g, SPLITS=1, GROUP=8)
-        for t in (64, 128)
-        for n in (64, 128)
-        for g in (2, 3, 4)
+        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, num_warps=8, num_stages=3, SPLITS=1, GROUP=8)
+        for t, n in ((64, 128), (128, 128), (128, 64))
     ]
     return few + many
 
 
-def _spec(wrapper: Any, make: Callable[..., Args], strided: tuple[str, ...], stored: float) -> Any:
+def _fp8_tiles(case: Case) -> list[Tile]:
+    squares = [square_tile(shape) for shape in SQUARE_FP8] if case.Q else []
+    return [*stream_tiles(1), *squares, *_tiles(case)]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if "STREAM" in tile:
+        return stream_suits(tile, tokens)
+    if tokens <= 16:
+        return tile["BLOCK_T"] == 16
+    return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= 64
+
+
+def _spec(
+    wrapper: Any,
+    make: Callable[..., Args],
+    strided: tuple[str, ...],
+    stored: float,
+    default: Callable[[Case, int], Tile],
+    tiles: Callable[[Case], list[Tile]],
+    quantised: tuple[int, ...],
+) -> Any:
     def cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
         moved = stored * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
         return Cost(2 * T * case.N * case.K, int(moved))
@@ -362,13 +409,14 @@ def _spec(wrapper: Any, make: Callable[..., Args], strided: tuple[str, ...], sto
     return KernelSpec(
         terms=lambda case: case.K,
         op=wrapper,
-        kernels=(_matmul_quant, _sum_splits),
-        cases=_cases,
+        kernels=(_matmul_quant, _sum_splits, _stream, _square),
+        cases=lambda config: [Case(N=n, K=k, Q=q) for n, k in _sizes(config) for q in quantised],
         small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0)],
-        tokens=(1, 4, 16, 32, 64, 128, 256, 1024, 4096, 16384),
+        tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
         make=make,
-        tiles=_tiles,
-        default=_default,
+        tiles=tiles,
+        suits=_suits,
+        default=default,
         cost=cost,
         small_tokens=(0, 1, 17),
         per_token=("x",),
@@ -376,5 +424,15 @@ def _spec(wrapper: Any, make: Callable[..., Args], strided: tuple[str, ...], sto
     )
 
 
-FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0)
-NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, ("x", "codes", "scales"), 0.5625)
+FP8_MATMUL = _spec(
+    fp8_matmul, _make_fp8, ("x", "weight"), 1.0, _fp8_default, _fp8_tiles, quantised=(0, 1)
+)
+NVFP4_MATMUL = _spec(
+    nvfp4_matmul,
+    _make_nvfp4,
+    ("x", "codes", "scales"),
+    0.5625,
+    _nvfp4_default,
+    _tiles,
+    quantised=(0,),
+)

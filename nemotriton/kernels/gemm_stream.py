@@ -149,7 +149,7 @@ _SHAPES = (
     (16, 64, 256, 8, 4),
     (16, 32, 256, 4, 4),
     (16, 32, 512, 8, 3),
-    (32, 64, 256, 8, 3),
+    (32, 64, 256, 4, 4),
     (32, 32, 512, 8, 3),
 )
 STREAM_TOKENS = 32  # at most; more are better off with the tensor core's asynchronous form
@@ -164,7 +164,8 @@ def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
     n = next((b for b in (64, 32) if b * fewest <= N and b <= 4 * t), 16)
     few = cdiv(N, n) < 512
     step = 16384 if n == 64 or (n == 32 and few) else 8192  # bytes of W
-    return _shape((t, n, step // n, 8 if few else 4, 3 if n == 64 else 4), itemsize)
+    warps = 8 if few and (t, n) != (32, 64) else 4
+    return _shape((t, n, step // n, warps, 3 if n == 64 else 4), itemsize)
 
 
 def stream_tiles(itemsize: int) -> list[Tile]:

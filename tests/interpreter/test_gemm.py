@@ -17,7 +17,8 @@ FORMS = {
     "split": Tile(**SMALL, SWAP=True, SPLITS=3),
     "square-split": Tile(**SMALL, SWAP=False, SPLITS=2),
 }
-ALL = FORMS | {"stream": STREAM}  # 16-bit products only
+TMA = Tile(TMA=True, BLOCK_T=16, BLOCK_N=32, BLOCK_K=32, GROUP=3, num_warps=1, num_stages=1)
+ALL = FORMS | {"stream": STREAM, "descriptors": TMA}  # 16-bit products only
 
 
 def arguments(T: int, N: int, K: int, dtype: torch.dtype = BF16) -> dict:
@@ -41,7 +42,7 @@ def assert_parity(args: dict, tile: Tile) -> torch.Tensor:
 @pytest.mark.parametrize("epilogue", ["none", "relu2", "residual"])
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 def test_epilogues(form: str, epilogue: str, out_dtype: torch.dtype, poison: Poison) -> None:
-    args = arguments(20, 70, 100) | {"epilogue": epilogue, "out_dtype": out_dtype}
+    args = arguments(20, 70, 104) | {"epilogue": epilogue, "out_dtype": out_dtype}
     args["bias"] = torch.randn(70).to(BF16)
     if epilogue == "residual":  # a slice of wider rows
         args["residual"] = torch.randn(20, 81).to(BF16)[:, 5:75]
@@ -49,12 +50,12 @@ def test_epilogues(form: str, epilogue: str, out_dtype: torch.dtype, poison: Poi
 
 
 @pytest.mark.parametrize("form", ALL)
-@pytest.mark.parametrize("K", [1, 31, 32, 33, 96, 97, 260])
+@pytest.mark.parametrize("K", [1, 31, 32, 33, 96, 97, 264])
 def test_every_remainder_of_k(form: str, K: int, poison: Poison) -> None:
     assert_parity(arguments(5, 33, K), ALL[form])
 
 
-@pytest.mark.parametrize("form", ["square", "swapped", "stream"])
+@pytest.mark.parametrize("form", ["square", "swapped", "stream", "descriptors"])
 @pytest.mark.parametrize("T,N", [(1, 1), (16, 32), (17, 33), (130, 100), (100, 1)])
 def test_the_grouped_order_meets_every_tile(form: str, T: int, N: int, poison: Poison) -> None:
     assert_parity(arguments(T, N, 40), ALL[form])

@@ -16,6 +16,8 @@ from tests.interpreter.test_parity import embed
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 TILE = Tile(BLOCK_T=16, BLOCK_N=256, BLOCK_K=128, SPLITS=1, GROUP=8, num_warps=4, num_stages=2)
+STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, BLOCK_K=32, num_warps=2, num_stages=1)
+SQUARE = Tile(TMA=True, BLOCK_T=16, BLOCK_N=64, BLOCK_K=128, GROUP=2, num_warps=4, num_stages=1)
 SCHEMES = pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 
 
@@ -114,3 +116,42 @@ def test_scale_comes_before_bias_activation_and_residual(
         summed = matmul(scheme)(x, *stored, scale, None, bias, "residual", residual)
     torch.testing.assert_close(squared.double(), plain.relu() ** 2, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(summed.double(), plain + residual, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("N,depth", [(80, 1856), (672, 336), (37, 16)])
+@pytest.mark.parametrize("T", [1, 8, 19])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_streamed_fp8(N: int, depth: int, T: int, dtype: torch.dtype, poison: Poison) -> None:
+    """As plain as the product of the decoded weights, streamed by the same tile."""
+    (w,), values = weight("fp8", N, depth)
+    w = embed(w.view(torch.uint8)).view(w.dtype)
+    x, scale = embed(rows(T, depth, dtype)), torch.tensor(0.0137)
+    with use_tile("fp8_matmul", STREAM), use_tile("matmul", STREAM):
+        y = K.fp8_matmul.triton(x, w, scale, out_dtype=torch.float32)
+        want = K.matmul.triton(x, values.to(dtype), out_dtype=torch.float32) * scale
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("N,depth", [(80, 1856), (672, 336), (33, 16)])
+@pytest.mark.parametrize("T", [1, 19])
+def test_fp8_times_fp8(N: int, depth: int, T: int, poison: Poison) -> None:
+    """e4m3 codes of x straight into the product: what rounded rows give in 16 bits."""
+    (w,), _ = weight("fp8", N, depth)
+    x, scale, x_scale = rows(T, depth, torch.bfloat16), torch.tensor(0.0137), torch.tensor(1.5e-3)
+    bias, residual = torch.linspace(-1, 1, N).bfloat16(), torch.randn(T, N).bfloat16()
+    args = (w, scale, x_scale, bias, "residual", residual, torch.float32)
+    with use_tile("fp8_matmul", SQUARE):
+        y = K.fp8_matmul.triton(x, *args)
+    with use_tile("fp8_matmul", TILE):
+        want = K.fp8_matmul.triton(x, *args)
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_rows_off_the_16_byte_grid_take_the_other_form(poison: Poison) -> None:
+    (w,), values = weight("fp8", 24, 48)
+    w = embed(w.view(torch.uint8)).view(w.dtype)  # rows at odd addresses
+    x, one = rows(5, 48, torch.bfloat16), torch.tensor(1.0)
+    with use_tile("fp8_matmul", SQUARE):
+        y = K.fp8_matmul.triton(x, w, one, one, out_dtype=torch.float32)
+    want = round_rows(x, one, False).float() @ values.T
+    torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
