@@ -250,23 +250,38 @@ def _run(
     check_scale(scale, "the weight's scale")
     T = x.shape[0]
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
-    quantised = input_scale is not None
-    tile = spec.tile(T, x, N=N, K=K, Q=int(quantised))
-    rest = (bias, epilogue == "relu2", residual, y, tile)
+    tile = spec.tile(T, x, N=N, K=K, Q=int(input_scale is not None))
+    squared = epilogue == "relu2"
+    ends = (bias, squared, residual, y, tile)
     if input_scale is not None:
         check_scale(input_scale, "input_scale")
         if "TMA" in tile and describable(values):
             codes = quantize_fp8.triton(x, input_scale)
-            square(codes, values.view(codes.dtype), (scale, input_scale), *rest)
+            square(codes, values.view(codes.dtype), (scale, input_scale), *ends)
             return y
         x = round_rows(x, input_scale, scales is not None)
     if "STREAM" in tile and x.dtype != torch.float32:
-        stream(x, values, (scale, input_scale), *rest)
+        stream(x, values, (scale, input_scale), *ends)
         return y
     if "TMA" in tile or "STREAM" in tile:
-        tile = _generic(T, N, K)
+        tile = _generic(Case(N=N, K=K), T)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
+    _run_generic(x, N, weight, bias, squared, residual, y, tile)
+    return y
+
+
+def _run_generic(
+    x: torch.Tensor,
+    N: int,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    squared: bool,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    (T, K), (values, scales, *_) = x.shape, weight
     block_k = int(tile["BLOCK_K"])
     splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
     steps = cdiv(K, block_k * splits)
@@ -276,11 +291,10 @@ def _run(
     s_stride = 0 if scales is None else scales.stride(0)
     r_stride = 0 if residual is None else residual.stride(0)
     shape = (x.stride(0), values.stride(0), s_stride, r_stride, T, N, K, steps)
-    squared = epilogue == "relu2"
     if splits == 1:
         args = (x, *weight, bias, residual, y, *shape)
         launch(_matmul_quant, grid, *args, RELU2=squared, **tile)
-        return y
+        return
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     args = (x, *weight, None, None, parts, *shape)
     launch(_matmul_quant, grid, *args, RELU2=False, **tile)
@@ -288,7 +302,6 @@ def _run(
     rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
     sums = (parts, bias, residual, y, r_stride, T, N)
     launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
-    return y
 
 
 # ------------------------------------------------------------------------------------------- specs
@@ -326,29 +339,25 @@ def _sizes(config: Any) -> list[tuple[int, int]]:
     return list(dict.fromkeys(sizes))
 
 
-def _generic(tokens: int, N: int, K: int) -> Tile:
+def _generic(case: Case, tokens: int) -> Tile:
     """Sane on Hopper and Blackwell without tuning."""
     if tokens > 64:
         shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
         return Tile(**shape, SPLITS=1, GROUP=8)
     rows = 16 if tokens <= 16 else 64
     shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    splits, tiles = 1, cdiv(N, 64)
+    splits, tiles = 1, cdiv(case.N, 64)
     # about two programs for each of a large GPU's processors, each with work to pipeline
-    while splits < 8 and tiles * splits < 200 and 1024 * splits <= K:
+    while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
         splits *= 2
     return Tile(**shape, SPLITS=splits, GROUP=8)
-
-
-def _nvfp4_default(case: Case, tokens: int) -> Tile:
-    return _generic(tokens, case.N, case.K)
 
 
 def _fp8_default(case: Case, tokens: int) -> Tile:
     if tokens <= STREAM_TOKENS:
         return stream_tile(case.N, tokens, 1)
     if not case.Q:
-        return _generic(tokens, case.N, case.K)
+        return _generic(case, tokens)
     if tokens <= 64:
         n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
         return square_tile((64, n, 128, 4, 3))
@@ -432,7 +441,7 @@ NVFP4_MATMUL = _spec(
     _make_nvfp4,
     ("x", "codes", "scales"),
     0.5625,
-    _nvfp4_default,
+    _generic,
     _tiles,
     quantised=(0,),
 )
