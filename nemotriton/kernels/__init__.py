@@ -12,13 +12,8 @@ slot, page or row, whose outputs are zeros and whose state is left alone.
 
 from nemotriton.kernels.attention import attend_prefill, attend_prefill_ref, attention_ref
 from nemotriton.kernels.attention_decode import attend_decode, attend_decode_ref
-from nemotriton.kernels.conv1d import (
-    causal_conv1d,
-    causal_conv1d_ref,
-    causal_conv1d_update,
-    causal_conv1d_update_ref,
-    conv_ref,
-)
+from nemotriton.kernels.conv1d import causal_conv1d, causal_conv1d_ref, conv_ref
+from nemotriton.kernels.conv1d_update import causal_conv1d_update, causal_conv1d_update_ref
 from nemotriton.kernels.gemm import matmul, matmul_ref
 from nemotriton.kernels.gemm_quant import (
     fp8_matmul,

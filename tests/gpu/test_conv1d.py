@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from nemotriton.kernels.conv1d import (
-    CAUSAL_CONV1D,
-    CAUSAL_CONV1D_UPDATE,
-    causal_conv1d,
-    causal_conv1d_update,
-)
+from nemotriton.kernels.conv1d import CAUSAL_CONV1D, causal_conv1d
+from nemotriton.kernels.conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
 from nemotriton.kernels.op import Case, use_tile
 
 SEQUENCES, CHANNELS = 32, 1344  # a last block of channels that is not full

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from nemotriton.autotune import parity
-from nemotriton.kernels.conv1d import (
-    CAUSAL_CONV1D,
-    CAUSAL_CONV1D_UPDATE,
-    causal_conv1d,
-    causal_conv1d_update,
-)
+from nemotriton.kernels.conv1d import CAUSAL_CONV1D, causal_conv1d
+from nemotriton.kernels.conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
 from nemotriton.kernels.op import Tile, use_tile
 from tests.conftest import Poison
 
