@@ -106,6 +106,17 @@ def _new_taps(x_ptr, x_stride, w_ptr, tap_stride, t, c, inside, C, acc, W: tl.co
 
 
 @triton.jit
+def _before(parents_idx, start, at, live):
+    """The row of u that stands before each row `at`: the one above, or a draft's parent."""
+    if parents_idx is not None:
+        token = (at >= 0) & live
+        parent = tl.load(parents_idx + start + at, mask=token, other=-1).to(tl.int64)
+        return tl.where(token, parent, at - 1)
+    else:
+        return at - 1
+
+
+@triton.jit
 def finish(acc, b_ptr, c, C, owned):
     if b_ptr is not None:
         acc += tl.load(b_ptr + c, mask=c < C, other=0.0).to(tl.float32)
@@ -160,12 +171,7 @@ def _causal_conv1d(
                 if lanes_ptr is not None:
                     lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
                     tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
-                if parents_idx is not None:
-                    token = (at >= 0) & (t < n)
-                    parent = tl.load(parents_idx + start + at, mask=token, other=-1).to(tl.int64)
-                    at = tl.where(token, parent, at - 1)
-                else:
-                    at = at - 1
+                at = _before(parents_idx, start, at, t < n)
     y = finish(acc, b_ptr, c, C, owned).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (start + t)[:, None] * y_stride + c[None, :], y, mask=inside)
 
