@@ -22,9 +22,7 @@ def poisoned_caches(model: NemotronH, slots: int = 3, pages: int = 16, lanes: in
         kv.v.fill_(float("nan"))
     if config.mamba is not None:
         layers = len(config.mamba_layers)
-        mamba = MambaStates(
-            config.mamba, layers, slots, model.dtype, model.device, torch.float32, lanes
-        )
+        mamba = MambaStates(config.mamba, layers, slots, model.dtype, model.device, lanes=lanes)
         for t in (mamba.ssm, mamba.conv, mamba.conv_lanes):
             if t is not None:
                 t.fill_(float("nan"))

@@ -141,8 +141,8 @@ MALFORMED: dict[str, tuple[Any, list[str]]] = {
     "flag a number": (tiny(use_bias=1), ["use_bias is 1", "true or false", "JSON boolean"]),
     "dtype unknown": (tiny(dtype="int4"), ["dtype", '"int4"', "Use one of: bfloat16"]),
     "state dtype unknown": (
-        tiny(mamba_ssm_cache_dtype="int8"),
-        ["mamba_ssm_cache_dtype", '"int8"', "Use one of: bfloat16, float16, float32"],
+        tiny(mamba_ssm_cache_dtype="int4"),
+        ["mamba_ssm_cache_dtype", '"int4"', "Use one of: float32, bfloat16, float16"],
     ),
     "other activation": (tiny(mlp_hidden_act="silu"), ["mlp_hidden_act", '"silu"', "relu2"]),
     "window": (tiny(sliding_window=4096), ["sliding_window is 4096", "Set it to null"]),

@@ -16,6 +16,7 @@ from nemotriton.engine.outputs import Group
 from nemotriton.engine.request import State
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import CapacityError
+from nemotriton.kernels import STATE_FORMATS
 from nemotriton.text.tokens import ByteTokenizer
 from tests.fake_model import (
     MAMBA,
@@ -332,7 +333,7 @@ def test_caches_move_requests_bit_for_bit() -> None:
     assert torch.equal(kv.v[:, [0, 5]], whole[1][:, [4, 1]])
     assert torch.equal(kv.k[:, [2, 3]], whole[0][:, [2, 3]])
 
-    states = MambaStates(MAMBA, 3, 4, torch.bfloat16, "cpu", torch.float16)
+    states = MambaStates(MAMBA, 3, 4, torch.bfloat16, "cpu", STATE_FORMATS["float16"])
     assert states.conv.dtype == torch.bfloat16
     assert states.ssm.dtype == torch.float16
     states.ssm.normal_()
@@ -373,7 +374,7 @@ def test_commit_points_at_one_lane_and_reads_no_other() -> None:
         saved = states.save(4)
         states.restore(2, saved)
         (cell,) = states.cells(span_of([2])).tolist()
-        assert torch.equal(states.ssm[:, cell], saved[0])
+        assert torch.equal(states.ssm[:, cell], saved.ssm)
         states.conv[:, 2] = -1
     assert states.ssm.data_ptr() == before
 

@@ -19,6 +19,7 @@ from nemotriton.errors import (
     UnsupportedError,
 )
 from nemotriton.model.synth import write_checkpoint
+from tests.conftest import fill
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 WARM = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=10, seed=3, ignore_eos=True)
@@ -56,8 +57,10 @@ def poison(llm: LLM) -> None:
     caches = llm.runner.caches
     assert caches.kv is not None
     assert caches.mamba is not None
-    for cache in (caches.kv.k, caches.kv.v, caches.mamba.ssm, caches.mamba.conv):
-        cache.fill_(float("nan"))
+    mamba = caches.mamba
+    for cache in (caches.kv.k, caches.kv.v, mamba.ssm, mamba.scales, mamba.conv):
+        if cache is not None:
+            fill(cache)
 
 
 # --------------------------------------------------------------------------- forms of input
@@ -274,7 +277,7 @@ REFUSED = [
     ({"memory": 1.2}, ConfigError, r"memory=1.2: use a share of the free memory"),
     ({"max_context": 4096}, ConfigError, r"max_context=4,096 is more than the model's 2,048"),
     ({"dtype": "int8"}, ConfigError, r"dtype='int8': use one of bfloat16, float16, float32"),
-    ({"state_dtype": torch.int8}, ConfigError, r"state_dtype=torch.int8: use one of bfloat16"),
+    ({"state_dtype": torch.int32}, ConfigError, r"state_dtype=torch.int32: use one of float32"),
     ({"device": "tpu"}, UnsupportedError, r"device='tpu' is unknown: use cuda, cuda:1 or cpu"),
     ({"device": "meta"}, UnsupportedError, r"device='meta': use cuda, cuda:1 or cpu"),
     ({"device": "cuda:99"}, UnsupportedError, r"device='cuda:99', but there are \d+ CUDA devices"),

@@ -109,7 +109,7 @@ class Snapshot:
         assert caches.kv is not None
         assert caches.mamba is not None
         mamba, attention = len(model.config.mamba_layers), len(model.config.attention_layers)
-        ssm, conv = caches.mamba.save(request.slot)
+        ssm, _, conv = caches.mamba.save(request.slot)
         rows = [request.pages[i // PAGE] * PAGE + i % PAGE for i in range(request.computed)]
         kv = [c[:attention].flatten(1, 2)[:, rows].clone() for c in (caches.kv.k, caches.kv.v)]
         return cls(ssm[:mamba], conv[:mamba], *kv)

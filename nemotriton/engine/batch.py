@@ -48,6 +48,7 @@ class Span:
     verify: bool = False  # decode only: rows behind the first of a sequence are drafts
     trial: bool = False  # decode only: nothing but drafts
     cells: Tensor | None = None  # [S] see MambaStates.cells
+    seeds: Tensor | None = None  # int64 [S] see MambaStates.noise; looked up with `cells`
 
 
 @dataclass

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from nemotriton.kernels.ssm_state import STATE_FORMATS, StateFormat, StateNoise
 
 if TYPE_CHECKING:
     from nemotriton.engine.batch import Span
@@ -72,15 +74,28 @@ def _plain(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
+class SavedState(NamedTuple):
+    """Host copies of a slot of MambaStates, all layers: ssm [layers, H, P, N], its scales
+    [layers, H, P] (None where the format has none) and conv [layers, W-1, C]."""
+
+    ssm: Tensor
+    scales: Tensor | None
+    conv: Tensor
+
+
 class MambaStates:
     """Recurrent states of the Mamba layers, a slot a sequence.
 
-    `ssm` [layers, slots * lanes, H, P, N] in the state dtype; `conv` [layers, slots, W-1, conv_dim]
-    in the model's dtype: the last inputs of the convolution, before it and before the activation,
-    oldest first. A slot has `lanes` SSM states, 1 without drafting, else the most rows of a verify
-    pass: lane t becomes the state after row t of the pass. `cursor` int32 [slots] is the lane that
-    holds the committed state, so that `commit` moves none of these large states. The windows are
-    small: `conv_lanes` [layers, slots, lanes, W-1, conv_dim] (None without drafting) are copied.
+    `ssm` [layers, slots * lanes, H, P, N] in `format`, beside it `scales` fp32 [layers, slots *
+    lanes, H, P] where the format has one a row, and `seeds` int64 [slots], of the requests whose
+    states these are, where it rounds stochastically; else they are None.
+
+    `conv` [layers, slots, W-1, conv_dim] in the model's dtype: the last inputs of the convolution,
+    before it and before the activation, oldest first. A slot has `lanes` SSM states, 1 without
+    drafting, else the most rows of a verify pass: lane t becomes the state after row t of the pass.
+    `cursor` int32 [slots] is the lane that holds the committed state, so that `commit` moves none
+    of these large states. The windows are small: `conv_lanes` [layers, slots, lanes, W-1, conv_dim]
+    (None without drafting) are copied.
     """
 
     def __init__(
@@ -90,14 +105,21 @@ class MambaStates:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        state_dtype: torch.dtype = torch.float32,
+        format: StateFormat = STATE_FORMATS["float32"],
         lanes: int = 1,
     ) -> None:
         ssm = (config.heads, config.head_dim, config.state)
         conv = (config.conv_width - 1, config.conv_dim)
         self.lanes = lanes
         self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
-        self.ssm = torch.empty((layers, slots * lanes, *ssm), dtype=state_dtype, device=device)
+        cells = (layers, slots * lanes)
+        self.format = format
+        self.ssm = torch.empty((*cells, *ssm), dtype=format.dtype, device=device)
+        self.scales = self.seeds = None
+        if format.scaled:
+            self.scales = torch.empty((*cells, *ssm[:-1]), dtype=torch.float32, device=device)
+        if format.stochastic:
+            self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.conv = torch.empty((layers, slots, *conv), dtype=dtype, device=device)
         self.conv_lanes: Tensor | None = None
         if lanes > 1:
@@ -113,16 +135,44 @@ class MambaStates:
         assert self.conv_lanes is not None, "there are no lanes"
         return self.conv_lanes[index], self.ssm[index].unflatten(0, (-1, self.lanes))
 
+    def layer_scales(self, index: int) -> tuple[Tensor | None, Tensor | None]:
+        """The scales of `layer`'s and of `layer_lanes`' states; None where there are none."""
+        if self.scales is None:
+            return None, None
+        return self.scales[index], self.scales[index].unflatten(0, (-1, self.lanes))
+
     def cells(self, span: Span) -> Tensor:
         """Rows of `ssm` that hold the committed states of a span's slots, int32 [S], pads -1.
 
         Looked up once a step, so not after a commit."""
-        if self.lanes == 1:
-            return span.slots
         if span.cells is None:
-            cell = span.slots * self.lanes + self.cursor[span.slots.clamp_min(0).long()]
-            span.cells = torch.where(span.slots < 0, -1, cell)
+            self._look_up(span)
+            assert span.cells is not None
         return span.cells
+
+    def noise(self, span: Span, index: int) -> StateNoise | None:
+        """What the rounding of the `index`-th Mamba layer's states draws from in a span."""
+        if self.seeds is None:
+            return None
+        if span.cells is None:
+            self._look_up(span)
+        assert span.seeds is not None
+        return StateNoise(span.seeds, span.lengths, index)
+
+    def _look_up(self, span: Span) -> None:
+        slots = span.slots.clamp_min(0).long()
+        if self.seeds is not None:
+            span.seeds = self.seeds[slots]
+        span.cells = span.slots
+        if self.lanes > 1:
+            cell = span.slots * self.lanes + self.cursor[slots]
+            span.cells = torch.where(span.slots < 0, -1, cell)
+
+    def seed(self, slots: Sequence[int], seeds: Sequence[int]) -> None:
+        """Say whose states slots hold from now on, by the requests' seeds."""
+        if self.seeds is not None and slots:
+            index = torch.tensor(slots).to(self.seeds.device, non_blocking=True)
+            self.seeds[index] = torch.tensor(seeds).to(self.seeds.device, non_blocking=True)
 
     def commit(self, slots: Tensor, lane: Tensor) -> None:
         """Make lane `lane[s]` the state of slot `slots[s]`, both int32 [S].
@@ -133,15 +183,20 @@ class MambaStates:
         self.cursor.index_copy_(0, index, lane)
         self.conv.index_copy_(1, index, self.conv_lanes[:, index, lane.long()])
 
-    def save(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Host copies of a slot, all layers: (ssm [layers, H, P, N], conv [layers, W-1, C])."""
-        ssm, conv = self.ssm[:, self._cell(slot)], self.conv[:, slot]
-        return ssm.to("cpu", copy=True), conv.to("cpu", copy=True)
+    def save(self, slot: int) -> SavedState:
+        """Host copies of what a slot holds."""
+        cell = self._cell(slot)
+        ssm, conv = self.ssm[:, cell].to("cpu", copy=True), self.conv[:, slot].to("cpu", copy=True)
+        scales = None if self.scales is None else self.scales[:, cell].to("cpu", copy=True)
+        return SavedState(ssm, scales, conv)
 
-    def restore(self, slot: int, saved: tuple[Tensor, Tensor]) -> None:
+    def restore(self, slot: int, saved: SavedState) -> None:
         """Write what `save` returned into another (or the same) slot."""
-        self.ssm[:, self._cell(slot)] = saved[0].to(self.ssm.device)
-        self.conv[:, slot] = saved[1].to(self.conv.device)
+        cell = self._cell(slot)
+        self.ssm[:, cell] = saved.ssm.to(self.ssm.device)
+        if self.scales is not None and saved.scales is not None:
+            self.scales[:, cell] = saved.scales.to(self.scales.device)
+        self.conv[:, slot] = saved.conv.to(self.conv.device)
 
     def _cell(self, slot: int) -> int:
         return slot * self.lanes + int(self.cursor[slot])

@@ -20,7 +20,6 @@ from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine, Prepared, Prompt
 from nemotriton.engine.graphs import find_capture
 from nemotriton.engine.loading import (
-    Dtype,
     Limits,
     Progress,
     Weights,
@@ -32,6 +31,7 @@ from nemotriton.engine.loading import (
 )
 from nemotriton.engine.outputs import CompletionOutput, Delta, Group, RequestOutput
 from nemotriton.engine.pool import Pool
+from nemotriton.engine.precision import Dtype
 from nemotriton.engine.runner import Runner
 from nemotriton.engine.sampling import Logprob, SamplingParams
 from nemotriton.engine.scheduler import Scheduler
@@ -51,8 +51,10 @@ Message = Mapping[str, Any]
 class LLM:
     """A Nemotron-H model and everything to run it.
 
-    model: directory, Hugging Face id, or None for the model inside the package. dtype, state_dtype:
-    of weights and activations, and of SSM states (None: the checkpoint's). kv_dtype: of keys and
+    model: directory, Hugging Face id, or None for the model inside the package. dtype: of weights
+    and activations. state_dtype: of recurrent states, "float32", "bfloat16", "float16",
+    "float16-sr" (stochastic rounding), "int16" or "int8" (an fp32 scale a row); None for either is
+    the checkpoint's. kv_dtype: of keys and
     values, "bf16" (as activations), "fp8", or None or "auto" for what the checkpoint was made for.
     act_quant: quantise activations where the checkpoint was made for it, see `notes`. device: None
     is a GPU if there is one. max_context: tokens of prompt and completion; max_requests: run at the

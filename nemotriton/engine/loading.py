@@ -13,8 +13,17 @@ from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.graphs import Capture, CudaGraphs
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
-from nemotriton.engine.precision import find_kv_dtype, kv_notes, packing_notes, weight_notes
+from nemotriton.engine.precision import (
+    Dtype,
+    find_kv_dtype,
+    find_state_format,
+    kv_notes,
+    packing_notes,
+    state_notes,
+    weight_notes,
+)
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
+from nemotriton.kernels import StateFormat
 from nemotriton.model import checkpoint, synth
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.expected import Expected, expected
@@ -31,7 +40,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 _SHOWN = 5
 
 Progress = Callable[[int, int, str], None]
-Dtype = str | torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +214,7 @@ def place(
     config = weights.config
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
-    stored = config.mamba.state_dtype if config.mamba is not None else "float32"
-    state_dtype = find_dtype("state_dtype", limits.state_dtype, stored)
+    states = find_state_format(limits.state_dtype, config)
     context = limits.max_context
     if context is not None and context > config.max_context:
         raise ConfigError(
@@ -217,12 +224,13 @@ def place(
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
-    items = (dtype.itemsize, state_dtype.itemsize, kv_dtype.itemsize)
+    items = (dtype.itemsize, states.dtype.itemsize, kv_dtype.itemsize)
     drafts = len(limits.shape or ())
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    wishes = Wishes(context, limits.max_requests, piece, drafts, *items, spare, graphs)
+    items = (*items, spare, graphs, states.row_bytes(0))
+    wishes = Wishes(context, limits.max_requests, piece, drafts, *items)
     plan = make_plan(
         config,
         wishes,
@@ -233,11 +241,12 @@ def place(
     model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
     weights.place(model, progress)
     model.prepare()
-    caches = make_caches(config, plan, dtype, state_dtype, device, drafts, kv_dtype, spare)
+    caches = make_caches(config, plan, dtype, states, device, drafts, kv_dtype, spare)
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *packing_notes(model),
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
+        *state_notes(limits.state_dtype, config, states),
     )
     return Placed(model, caches, plan, piece, device, dtype, notes)
 
@@ -246,7 +255,7 @@ def make_caches(
     config: ModelConfig,
     plan: CachePlan,
     dtype: torch.dtype,
-    state_dtype: torch.dtype,
+    states: StateFormat,
     device: torch.device,
     drafts: int,
     kv_dtype: torch.dtype | None = None,
@@ -262,7 +271,7 @@ def make_caches(
     if plan.slots and config.mamba is not None:
         layers = cache_layers(config, LayerKind.MAMBA, drafts)
         lanes = drafts + 1
-        mamba = MambaStates(config.mamba, layers, plan.slots, dtype, device, state_dtype, lanes)
+        mamba = MambaStates(config.mamba, layers, plan.slots, dtype, device, states, lanes)
     return Caches(kv, mamba)
 
 

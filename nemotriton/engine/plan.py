@@ -40,6 +40,7 @@ class Wishes:
     kv_item: int | None = None  # of K/V; None: as activations
     spare_pages: int = 0  # pages that no request gets
     graphs: int = 0  # numbers of drafts that decode steps are recorded with; 0 = no CUDA graphs
+    state_scale: int = 0  # of the scale of a row of SSM states
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,10 @@ class _Planner:
     @property
     def ssm_bytes(self) -> int:
         """SSM state of one request, all Mamba layers."""
-        m = self.config.mamba
-        return 0 if m is None else self.mamba_layers * m.inner * m.state * self.wishes.state_item
+        m, w = self.config.mamba, self.wishes
+        if m is None:
+            return 0
+        return self.mamba_layers * m.inner * (m.state * w.state_item + w.state_scale)
 
     @property
     def window_bytes(self) -> int:

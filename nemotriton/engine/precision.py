@@ -6,6 +6,8 @@
     K and V   "fp8": e4m3 times a scale a layer; "bf16": the activations' own dtype, whichever that
               is; "auto": fp8 if the checkpoint was calibrated for it and has the scales of every
               attention layer, else bf16.
+    states    one of STATE_FORMATS: as asked for, else config.json's mamba_ssm_cache_dtype, else
+              fp32.
 
 FP8 caches need e4m3 in hardware: compute capability 8.9, or the twins on a CPU.
 """
@@ -19,12 +21,15 @@ from torch import nn
 
 from nemotriton import device as devices
 from nemotriton.errors import ConfigError, require
+from nemotriton.kernels import STATE_FORMATS, StateFormat
+from nemotriton.kernels.ssm_state import NOISE_GROUP
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
 from nemotriton.model.formats import Algorithm, QuantScheme
 from nemotriton.model.layers import Experts
 
 KV_DTYPES = ("auto", "bf16", "fp8")
+Dtype = str | torch.dtype | None
 _HAS_E4M3 = (8, 9)  # compute capability
 _SHOWN = 5
 
@@ -82,6 +87,37 @@ def kv_notes(
             "v scales"
         ]
     return []
+
+
+def find_state_format(wanted: Dtype, config: ModelConfig) -> StateFormat:
+    """How recurrent states are stored; None or "auto" is the checkpoint's. ConfigError otherwise.
+
+    A dtype of torch means the format that rounds to its nearest number."""
+    if wanted is None or wanted == "auto":
+        wanted = config.mamba.state_dtype if config.mamba is not None else "float32"
+    name = _name(wanted) if isinstance(wanted, torch.dtype) else wanted
+    if name not in STATE_FORMATS:
+        raise ConfigError(f"state_dtype={wanted!r}: use one of {', '.join(STATE_FORMATS)}.")
+    found = STATE_FORMATS[name]
+    require(
+        not found.stochastic or config.mamba is None or config.mamba.state >= NOISE_GROUP.value,
+        f"state_dtype={name!r} is for states of at least {NOISE_GROUP.value} columns "
+        "(ssm_state_size): use 'float16'",
+    )
+    return found
+
+
+def state_notes(wanted: Dtype, config: ModelConfig, states: StateFormat) -> list[str]:
+    """One line on the format of recurrent states, for a model that has any."""
+    m = config.mamba
+    if m is None:
+        return []
+    how = " with an fp32 scale a row" if states.scaled else ""
+    how = ", rounded stochastically" if states.stochastic else how
+    whose = "the model's" if wanted in (None, "auto") else "as asked for"
+    size = len(config.mamba_layers) * m.inner * states.row_bytes(m.state) / 2**20
+    name = _name(states.dtype)
+    return [f"recurrent states are {name}{how} ({whose}): {size:,.1f} MiB a request"]
 
 
 def weight_notes(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nemotriton.engine.batch import Batch, build_batch
-from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches
+from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches, SavedState
 from nemotriton.engine.clock import Clock
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.drafter import Drafter, DraftModel
@@ -36,7 +36,7 @@ class Saved:
     """Host copies of what a preempted request owned."""
 
     kv: tuple[Tensor, Tensor] | None
-    mamba: tuple[Tensor, Tensor] | None
+    mamba: SavedState | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,9 @@ class Runner:
             self._save(move)
         for move in step.restores:
             self._restore(move)
+        if self.caches.mamba is not None:
+            first = [p.request for p in step.prefill if p.start == 0]
+            self.caches.mamba.seed([r.slot for r in first], [r.seed for r in first])
         self.clock.start()
         if shape is not None:
             return self._replay(step, shape)
@@ -345,6 +348,7 @@ class Runner:
             self.caches.kv.restore(move.pages, saved.kv)
         if self.caches.mamba is not None and saved.mamba is not None:
             self.caches.mamba.restore(move.slot, saved.mamba)
+            self.caches.mamba.seed([move.slot], [move.request.seed])
         move.request.saved = None
 
 

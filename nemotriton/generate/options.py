@@ -7,6 +7,7 @@ import typer
 
 from nemotriton import __version__
 from nemotriton.engine.sampling import SamplingParams
+from nemotriton.model.layer_config import STATE_DTYPES
 
 DEFAULTS = SamplingParams()
 
@@ -179,7 +180,9 @@ PrefillPiece = Annotated[
 ]
 StateDtype = Annotated[
     str | None,
-    _option(_MACHINE, "--state-dtype", help="Recurrent states: float32, bfloat16, float16."),
+    _option(
+        _MACHINE, "--state-dtype", help="Recurrent states: auto, " + ", ".join(STATE_DTYPES) + "."
+    ),
 ]
 KvDtype = Annotated[
     str | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.errors import ConfigError
 from nemotriton.generate.prompts import UsageError
+from nemotriton.model.layer_config import STATE_DTYPES
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import QUANTS
 
@@ -88,7 +89,7 @@ class Machine:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
-        _one_of("--state-dtype", self.state_dtype, _DTYPES)
+        _one_of("--state-dtype", self.state_dtype, ("auto", *STATE_DTYPES))
         _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
         try:
             DraftShape.wanted(self.drafts, self.tree)

@@ -14,6 +14,8 @@ from nemotriton.model.json_fields import Fields, positive, refuse
 from nemotriton.model.layer_kinds import LayerKind
 
 DTYPES = ("bfloat16", "float16", "float32")
+# of the recurrent states: names of kernels.STATE_FORMATS, here since no torch is
+STATE_DTYPES = ("float32", "bfloat16", "float16", "float16-sr", "int16", "int8")
 
 
 def scaled_size(size: int, scale: float) -> int:
@@ -72,7 +74,7 @@ class MambaConfig:
             conv_bias=fields.flag("use_conv_bias", True),
             proj_bias=fields.flag("use_bias", fields.flag("mamba_proj_bias", False)),
             dt_limit=fields.limits("time_step_limit"),
-            state_dtype=fields.choice("mamba_ssm_cache_dtype", "float32", DTYPES),
+            state_dtype=fields.choice("mamba_ssm_cache_dtype", "float32", STATE_DTYPES),
         )
 
     @property

@@ -102,6 +102,7 @@ class MambaMixer(nn.Module):
         """1..max_new tokens a sequence; with drafts the states stay and every step is a lane."""
         i, w, b = self.index, self.conv1d.weight, self.conv1d.bias
         conv_lanes, ssm_lanes = states.layer_lanes(i) if span.verify else (None, None)
+        scales, lane_scales = states.layer_scales(i)
         update = not (span.verify or span.trial)
         xBC = causal_conv1d_update(
             xBC,
@@ -133,6 +134,9 @@ class MambaMixer(nn.Module):
             update_state=update,
             parents=span.parents,
             lane_slots=span.slots if span.verify else None,
+            scales=scales,
+            lane_scales=lane_scales if span.verify else None,
+            noise=states.noise(span, i),
         )
 
     def _prefill(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
@@ -156,6 +160,8 @@ class MambaMixer(nn.Module):
             span.chunks,
             self.mamba.chunk,
             dt_limit=self.mamba.dt_limit,
+            scales=states.layer_scales(i)[0],
+            noise=states.noise(span, i),
         )
 
 
