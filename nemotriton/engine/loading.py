@@ -229,8 +229,8 @@ def place(
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    items = (*items, spare, graphs, states.row_bytes(0))
-    wishes = Wishes(context, limits.max_requests, piece, drafts, *items)
+    more = (spare, graphs, states.row_bytes(0))
+    wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
         config,
         wishes,
