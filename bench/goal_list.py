@@ -64,7 +64,10 @@ def linears() -> Iterator[Goal]:
         for tokens in (1, 16):
             us = N * K / 4.28e6 / reach
             peer = "cuBLAS 25.3" if N == 18560 else ""
-            yield Goal("linear", "FP8", "fp8_matmul", Case(N=N, K=K), tokens, us, peer)
+            yield Goal("linear", "FP8", "fp8_matmul", Case(N=N, K=K, Q=0), tokens, us, peer)
+    case = Case(N=18560, K=4096, Q=1)
+    label = "FP8, inputs quantised in it"
+    yield Goal("linear", label, "fp8_matmul", case, 2048, 0.85, "cuBLAS", rival=cublas_fp8)
     for tokens in (1, 16):
         us = 0.5625 * 18560 * 4096 / 4.28e6 / 0.85
         yield Goal("linear", "NVFP4", "nvfp4_matmul", Case(N=18560, K=4096), tokens, us)
@@ -72,6 +75,16 @@ def linears() -> Iterator[Goal]:
 
 def cublas(args: Args) -> torch.Tensor:
     return torch.nn.functional.linear(args["x"], args["weight"])
+
+
+def cublas_fp8(args: Args) -> torch.Tensor:
+    """The product alone: x's codes are taken once, before the timing."""
+    if "codes" not in args:
+        args["codes"] = (args["x"].float() / args["input_scale"]).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=args["x"].device)
+    return torch._scaled_mm(
+        args["codes"], args["weight"].t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def convolutions() -> Iterator[Goal]:
@@ -147,11 +160,11 @@ def experts() -> Iterator[Goal]:
         told = f"torch, no sort {peer}"
         yield Goal("experts", label, "route_experts", case, tokens, reach, told)
     case = Case(E=512, F=2688, L=1024, K=22)
-    made = inputs.evenly_routed(SPECS["run_experts_nvfp4"].make)
+    made = inputs.evenly_routed(SPECS["run_experts_packed"].make)
     for tokens, reach, peer in (
         *((1, 24, 48.6), (4, 70, 114), (8, 115, 185), (16, 190, 294), (64, 360, 530)),
         *((256, 420, 655), (1024, 720, 1377), (2048, 1300, 2464), (8192, 4300, 8600)),
     ):
         label, told = "NVFP4 experts of a layer", f"Marlin {peer}"
-        op = "run_experts_nvfp4"
+        op = "run_experts_packed"
         yield Goal("experts", label, op, case, tokens, reach, told, made)

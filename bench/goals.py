@@ -67,7 +67,8 @@ def one(goal: Goal, point: Point, watch: CudaStopwatch, facts: Facts) -> Row:
     del first, second
     work = [[lambda a=a: point.spec.op.triton(**a) for a in sets]]  # type: ignore[misc]
     if goal.rival is not None:
-        work.append([lambda a=a: goal.rival(a) for a in sets])  # type: ignore[misc]
+        theirs = [dict(a) for a in sets]
+        work.append([lambda a=a: goal.rival(a) for a in theirs])  # type: ignore[misc]
     timed = race([watch.capture(calls, repeat) for calls in work])
     return numbers(goal, point, timed, facts)
 

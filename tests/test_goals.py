@@ -27,10 +27,10 @@ INPUTS = [
     ("attend_prefill", Case(**ATTENTION), 20, goal_inputs.attending(1, 0, 20)),
     ("attend_decode", Case(**ATTENTION, new=4, tree=0), 8, goal_inputs.attending(2, 50, 4)),
     (
-        "run_experts_nvfp4",
-        Case(E=6, F=80, L=48, K=3),
+        "run_experts_packed",
+        Case(E=6, F=128, L=128, K=3),
         5,
-        goal_inputs.evenly_routed(SPECS["run_experts_nvfp4"].make),
+        goal_inputs.evenly_routed(SPECS["run_experts_packed"].make),
     ),
 ]
 
