@@ -231,6 +231,7 @@ def test_types_and_implementations() -> None:
     code, _, err = invoke(*args, "--impl", "ref", "--device", "cpu")
     assert code == 0
     assert "tiny  float32" in err
+    assert invoke(*args, "--impl", "ssd_prefill=chunked", "--device", "cpu")[0] == 0
 
 
 # chat templates

@@ -98,12 +98,16 @@ class Machine:
 
 
 def implementations(choices: list[str] | None) -> dict[str, str]:
-    """`ref`, `triton`, `OP=ref`, `OP=triton` (later ones win) as kernels.op.use takes them."""
+    """`ref`, `triton`, `OP=ref`, `OP=triton` (later ones win) as kernels.op.use takes them; the
+    scan of prefill has a third implementation, `ssd_prefill=chunked`."""
     found: dict[str, str] = {}
     for choice in choices or ():
         op, equals, name = choice.rpartition("=")
-        if name not in ("ref", "triton") or (equals and not op):
-            raise UsageError(f"--impl {choice}: give ref, triton, OP=ref or OP=triton.")
+        known = name in ("ref", "triton") and bool(op or not equals)
+        if not known and choice != "ssd_prefill=chunked":
+            raise UsageError(
+                f"--impl {choice}: give ref, triton, OP=ref, OP=triton or ssd_prefill=chunked."
+            )
         found[op or "*"] = name
     return found
 

@@ -72,10 +72,12 @@ from nemotriton.kernels.sample import (
 from nemotriton.kernels.ssd import (
     chunk_table,
     recurrence_ref,
-    ssd_prefill,
+    ssd_prefill_chunked,
+    ssd_prefill_chunked_ref,
     ssd_prefill_ref,
     ssd_scan_ref,
 )
+from nemotriton.kernels.ssd_fused import ssd_prefill
 from nemotriton.kernels.ssm_state import STATE_FORMATS, StateFormat, StateNoise
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
@@ -145,6 +147,8 @@ __all__ = [
     "sample_tokens",
     "sample_tokens_ref",
     "ssd_prefill",
+    "ssd_prefill_chunked",
+    "ssd_prefill_chunked_ref",
     "ssd_prefill_ref",
     "ssd_scan_ref",
     "ssm_update",

@@ -224,19 +224,29 @@ def jit_source(kernel: Any) -> str:
 
 # ------------------------------------------------------------------------------------------- ops
 class Op(Generic[P, R]):
-    """A Triton wrapper (`triton`) with its twin (`ref`) under one name."""
+    """A Triton wrapper (`triton`) with its twin (`ref`) under one name, and perhaps further
+    implementations that are taken only when asked for (`others`)."""
 
     spec: KernelSpec
 
-    def __init__(self, wrapper: Callable[P, R], ref: Callable[P, R]) -> None:
+    def __init__(
+        self,
+        wrapper: Callable[P, R],
+        ref: Callable[P, R],
+        others: Mapping[str, Callable[P, R]] = _NONE,
+    ) -> None:
         self.name = wrapper.__name__
         self.module = wrapper.__module__
         self.triton = wrapper
         self.ref = ref
+        self.others = others
         functools.update_wrapper(self, wrapper)
         OPS[self.name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        other = self.others.get(_FORCED.get().get(self.name, ""))
+        if other is not None:
+            return other(*args, **kwargs)
         return (self.triton if self.uses_triton(args, kwargs) else self.ref)(*args, **kwargs)
 
     def uses_triton(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -251,23 +261,29 @@ class Op(Generic[P, R]):
         return first is not None and first.device.type in ("cuda", "meta")
 
 
-def op(ref: Callable[P, R]) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Decorator: makes the Triton wrapper below it an Op whose twin is `ref`."""
-    return lambda wrapper: Op(wrapper, ref)
+def op(
+    ref: Callable[P, R], others: Mapping[str, Callable[P, R]] = _NONE
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Decorator: makes the Triton wrapper below it an Op whose twin is `ref`; `others` are further
+    implementations by the name that `use` knows them by."""
+    return lambda wrapper: Op(wrapper, ref, others)
 
 
 @contextlib.contextmanager
 def use(implementations: Mapping[str, str] | None = None, /, **by_name: str) -> Iterator[None]:
     """Force ops to "ref" (the twin) or "triton" by name inside the block; `{"*": "ref"}` means all.
+    An op with further implementations also takes their names.
 
     UnsupportedError names an unknown op or implementation."""
     wanted = {**(implementations or {}), **by_name}
     for name, choice in wanted.items():
         known = ", ".join(sorted(OPS))
         require(name == "*" or name in OPS, f"no op is called {name!r}; there are: {known}")
+        choices = ["ref", "triton", *(OPS[name].others if name in OPS else ())]
         require(
-            choice in ("ref", "triton"),
-            f"op {name!r}: implementation {choice!r} is unknown; use 'ref' or 'triton'",
+            choice in choices,
+            f"op {name!r}: implementation {choice!r} is unknown; use "
+            + " or ".join(repr(c) for c in choices),
         )
     token = _FORCED.set({**_FORCED.get(), **wanted})
     try:

@@ -185,9 +185,12 @@ def ssd_prefill_ref(
     return y
 
 
+ssd_prefill_chunked_ref = ssd_prefill_ref  # one meaning, two sets of kernels
+
+
 # --------------------------------------------------------------------------------------------- op
 @op(ref=ssd_prefill_ref)
-def ssd_prefill(
+def ssd_prefill_chunked(
     x: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -216,7 +219,9 @@ def ssd_prefill(
     H, P = x.shape[1:]
     G, N = check_rows(x, dt, B, C, state)
     check_state(state, scales, noise, slots.shape[0])
-    tile = _bearable(SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size), x.dtype)
+    tile = _bearable(
+        SSD_PREFILL_CHUNKED.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size), x.dtype
+    )
     steps, sums, spans = chunk_steps(dt, A, dt_bias, dt_limit, chunks, slots, chunk_size)
     scores = chunk_scores(B, C, chunks, chunk_size, tile)
     states = chunk_states(x, B, steps, sums, chunks, chunk_size, tile)
@@ -243,7 +248,7 @@ def _lengths(T: int) -> list[int]:
     return [half, 0, one, T - half - one - pad, 0, pad]
 
 
-def _make_ssd_prefill(
+def make_ssd_prefill(
     case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
 ) -> Args:
     """The state has x's dtype, so that its error is held against that dtype's rounding."""
@@ -279,31 +284,31 @@ def _make_ssd_prefill(
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
-    width = _block(case.P, 128)
+    width = block_edge(case.P, 128)
     return Tile(
-        BLOCK_M=_block(case.Q, 64),
-        BLOCK_K=_block(case.Q, 64),
+        BLOCK_M=block_edge(case.Q, 64),
+        BLOCK_K=block_edge(case.Q, 64),
         BLOCK_P=width,
-        BLOCK_N=_block(case.N, 64),
+        BLOCK_N=block_edge(case.N, 64),
         num_warps=4 if width <= 64 else 8,
         num_stages=2,
     )
 
 
-def _block(size: int, most: int) -> int:
+def block_edge(size: int, most: int) -> int:
     """A block edge for `size`: at least the 16 a matrix product needs."""
     return max(16, min(most, next_pow2(size)))
 
 
 def _tiles(case: Case) -> list[Tile]:
-    width = _block(case.P, 128)
+    width = block_edge(case.P, 128)
     edges = [(64, 64), (128, 64), (64, 128), (128, 128), (64, 32)]
     return [
         Tile(
-            BLOCK_M=_block(case.Q, m),
-            BLOCK_K=_block(case.Q, k),
+            BLOCK_M=block_edge(case.Q, m),
+            BLOCK_K=block_edge(case.Q, k),
             BLOCK_P=width,
-            BLOCK_N=_block(case.N, n),
+            BLOCK_N=block_edge(case.N, n),
             num_warps=w,
             num_stages=stages,
         )
@@ -312,7 +317,7 @@ def _tiles(case: Case) -> list[Tile]:
         for w in (4, 8)
         for stages in (1, 2, 3)
         if m + k + n < 256 or stages < 3  # shared memory
-        if w == 8 or _block(case.Q, m) * width <= 64 * 64  # registers
+        if w == 8 or block_edge(case.Q, m) * width <= 64 * 64  # registers
     ]
 
 
@@ -329,9 +334,9 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
     return Cost(flops, (rows + 2 * inner * case.N) * dtype.itemsize)
 
 
-SSD_PREFILL = KernelSpec(
+SSD_PREFILL_CHUNKED = KernelSpec(
     terms=lambda case: case.Q + case.N,
-    op=ssd_prefill,
+    op=ssd_prefill_chunked,
     kernels=(_chunk_steps, _chunk_scores, _chunk_states, _pass_states, _chunk_scan),
     cases=_cases,
     small=[
@@ -340,7 +345,7 @@ SSD_PREFILL = KernelSpec(
         Case(H=2, P=24, N=20, G=2, Q=96),
     ],
     tokens=(128, 512, 2048, 8192, 32768, 131072),
-    make=_make_ssd_prefill,
+    make=make_ssd_prefill,
     tiles=_tiles,
     default=_default_tile,
     cost=_cost,

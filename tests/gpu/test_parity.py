@@ -24,6 +24,7 @@ HEAVY = {
     "attend_prefill": (5, 300),
     "attend_decode": (1, 5, 64, 300),
     "ssd_prefill": (64, 300),
+    "ssd_prefill_chunked": (64, 300),
     "ssm_update": (1, 5, 64, 300),
     "sample_tokens": (1, 5, 64),
     "logit_thresholds": (1, 5, 64),

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nemotriton.errors import UnsupportedError
-from nemotriton.kernels.ssd import chunk_table, ssd_prefill
+from nemotriton.kernels.ssd import chunk_table
+from nemotriton.kernels.ssd_fused import ssd_prefill
 from nemotriton.kernels.ssm_state import STATE_AXES, StateNoise, restore_state_ref, round_state_ref
 from nemotriton.kernels.ssm_update import ssm_update, unowned_state
 from tests.conftest import Poison
