@@ -132,12 +132,14 @@ def _prepare_blocks(
 def _decayed(scores, cum, fold, PACKED: tl.constexpr):
     """scores [k, m] times 2^(cum_m - fold_k), in bf16."""
     if PACKED:
-        return tl.inline_asm_elementwise(
+        s = tl.inline_asm_elementwise(
             DECAYED, "=r,r,f,f,f,f", [scores, cum[None, :], fold[:, None]], tl.bfloat16, True, 2
         )
-    # what is above 100 lies above the diagonal, where scores are 0: it has only to be finite
-    e = tl.exp2(tl.minimum(cum[None, :] - fold[:, None], 100.0))
-    return (scores.to(tl.float32) * e).to(tl.bfloat16)
+    else:
+        # what is above 100 lies above the diagonal, where scores are 0: it has only to be finite
+        e = tl.exp2(tl.minimum(cum[None, :] - fold[:, None], 100.0))
+        s = (scores.to(tl.float32) * e).to(tl.bfloat16)
+    return s
 
 
 @triton.jit
@@ -146,10 +148,12 @@ def _weighted(xt, w, PACKED: tl.constexpr):
     if PACKED:
         high = w.to(tl.bfloat16)
         low = (w - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.inline_asm_elementwise(
+        xw = tl.inline_asm_elementwise(
             WEIGHTED, "=r,r,r,r", [xt, high[None, :], low[None, :]], tl.bfloat16, True, 2
         )
-    return (xt.to(tl.float32) * w[None, :]).to(tl.bfloat16)
+    else:
+        xw = (xt.to(tl.float32) * w[None, :]).to(tl.bfloat16)
+    return xw
 
 
 @triton.jit
@@ -287,10 +291,12 @@ def _as_stored(
 ):  # fmt: skip
     """The final state of sequence s in the format of its cell."""
     if seeds_ptr is None:
-        return round_state(h, state_ptr, scales_ptr, None)
-    position = tl.load(lengths_idx + s).to(tl.int64) - 1
-    noise = state_noise(tl.load(seeds_ptr + s), position, layer, rows, N, BLOCK_N)
-    return round_state(h, state_ptr, scales_ptr, noise)
+        stored, scale = round_state(h, state_ptr, scales_ptr, None)
+    else:
+        position = tl.load(lengths_idx + s).to(tl.int64) - 1
+        noise = state_noise(tl.load(seeds_ptr + s), position, layer, rows, N, BLOCK_N)
+        stored, scale = round_state(h, state_ptr, scales_ptr, noise)
+    return stored, scale
 
 
 @triton.jit(do_not_specialize=["blocks", "layer"])
