@@ -159,7 +159,7 @@ def experts() -> Iterator[Goal]:
         label = "router with its sort"
         told = f"torch, no sort {peer}"
         yield Goal("experts", label, "route_experts", case, tokens, reach, told)
-    case = Case(E=512, F=2688, L=1024, K=22)
+    case = Case(E=512, F=2688, L=1024, K=22, O=1)
     made = inputs.evenly_routed(SPECS["run_experts_packed"].make)
     for tokens, reach, peer in (
         *((1, 24, 48.6), (4, 70, 114), (8, 115, 185), (16, 190, 294), (64, 360, 530)),

@@ -41,6 +41,14 @@ def _tool(*command: str) -> str:
     return done.stdout + done.stderr
 
 
+def disassembly(kernel: Any) -> str:
+    """`nvdisasm -c`'s text of a compiled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        return _tool(str(BIN / "nvdisasm"), "-c", str(cubin))
+
+
 def resources(kernel: Any) -> Resources:
     """Read a kernel that Triton compiled, with the tools in Triton's own wheel."""
     import triton.backends.nvidia.compiler as nvidia
@@ -52,7 +60,6 @@ def resources(kernel: Any) -> Resources:
         cubin.write_bytes(kernel.asm["cubin"])
         ptx.write_text(kernel.asm["ptx"])
         usage = _tool(str(BIN / "cuobjdump"), "-res-usage", str(cubin))
-        code = _tool(str(BIN / "nvdisasm"), "-c", str(cubin))
         assembler = nvidia.get_ptxas(arch).path
         name = nvidia.sm_arch_from_capability(arch)
         report = _tool(assembler, "-v", f"--gpu-name={name}", str(ptx), "-o", f"{folder}/again")
@@ -64,7 +71,7 @@ def resources(kernel: Any) -> Resources:
         shared=int(meta.shared),
         tensor_memory=int(getattr(meta, "tmem_size", 0) or 0),
         tensor_ops=dict(collections.Counter(MMA.findall(kernel.asm["ptx"]))),
-        hazards=sum(hazards(body) for body in loops(code)) if arch == 90 else 0,
+        hazards=sum(map(hazards, loops(disassembly(kernel)))) if arch == 90 else 0,
     )
 
 

@@ -14,11 +14,14 @@ both products:
     else      a block is up to UP_M (DOWN_M) pairs of one expert, see `_prepare`
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
+    PDL       a kernel's start overlaps the end of the one before it
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
 globals fp32 [E].
 """
+
+from typing import Any
 
 import torch
 
@@ -94,7 +97,7 @@ def run_experts_packed(
     E = _check(x, up_words, up_global, down_words, down_global, width, routing, ordered)
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
-    tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K)
+    tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
     plan = _Plan(tile, width, L)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
@@ -106,19 +109,21 @@ def run_experts_packed(
         *up_table.tensors, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
         K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
         NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
-        H=plan.h_width, **plan.meta("UP"),
+        H=plan.h_width, launch_pdl=plan.pdl and not tile["PAIR"], **plan.meta("UP"),
     )  # fmt: skip
     launch(
         _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
         down_global, routing.weights, parts, *down_table.tensors, L=L, H=plan.h_width,
         N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
-        SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0, **plan.meta("DOWN"),
+        SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0,
+        launch_pdl=plan.pdl, **plan.meta("DOWN"),
     )  # fmt: skip
     count = K * plan.split
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
     launch(
         _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
-        COUNT=count, BLOCK_R=next_pow2(count), BLOCK_L=block_l, num_warps=4,
+        COUNT=count, BLOCK_R=next_pow2(count), BLOCK_L=block_l, PDL=plan.pdl, num_warps=4,
+        launch_pdl=plan.pdl,
     )  # fmt: skip
     return y
 
@@ -129,6 +134,7 @@ class _Plan:
     def __init__(self, tile: Tile, F: int, L: int) -> None:
         self.tile = tile
         self.mma = int(tile["UP_WARPS"]) < 4
+        self.pdl = bool(tile["PDL"]) and not INTERPRET
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
         self.h_width = self.up_tiles * int(tile["UP_N"])
         self.down_tiles = cdiv(L, int(tile["DOWN_N"]))
@@ -143,7 +149,8 @@ class _Plan:
         sizes = {f"BLOCK_{axis}": tile[f"{name}_{axis}"] for axis in "MNK"}
         asm = tile["ASM"] and not INTERPRET
         options = {"STAGES": tile[f"{name}_STAGES"], "num_warps": tile[f"{name}_WARPS"]}
-        return {**sizes, **options, "PAIR": tile["PAIR"], "ASM": asm, "MMA": self.mma}
+        how = {"PAIR": tile["PAIR"], "ASM": asm, "MMA": self.mma, "PDL": self.pdl}
+        return {**sizes, **options, **how}
 
 
 class _Table:
@@ -179,7 +186,7 @@ def _tables(
             _prepare, (programs + extra,), routing.offsets, routing.order, experts, made, programs,
             blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m, BLOCK_E=next_pow2(E),
             BLOCK_B=TABLE_BLOCKS, MMA=plan.mma, FROM_MMA=ordered,
-            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), num_warps=4,
+            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl, num_warps=4,
         )  # fmt: skip
         tables[block_m] = _Table(made, experts, blocks)
     return tables[int(tile["UP_M"])], tables[int(tile["DOWN_M"])], rows, width
@@ -231,7 +238,7 @@ def _tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    return Tile(**both, SPLIT=split, PAIR=pair, NARROW=narrow, ASM=True)
+    return Tile(**both, SPLIT=split, PAIR=pair, NARROW=narrow, PDL=False, ASM=True)
 
 
 _ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
@@ -257,8 +264,9 @@ def _tiles(case: Case) -> list[Tile]:
             (_M128W, _M64), (_M128W, _M128W),
         )
     ]  # fmt: skip
+    late = [tile.but(PDL=True) for tile in (*pairs, few[0], few[3], few[5])]
     plain = [few[0].but(ASM=False), few[5].but(ASM=False), many[0].but(ASM=False)]
-    return [*pairs, *few, *many, *plain, many[0].but(NARROW=False)]
+    return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
 
 
 def _default(case: Case, tokens: int) -> Tile:
@@ -285,6 +293,18 @@ def _default(case: Case, tokens: int) -> Tile:
     return _tile(_M128W, _M64, narrow=True)
 
 
+def _cases(config: Any) -> list[Case]:
+    """O: whether a latent projection in front of the experts gives x in order."""
+    return [
+        Case(
+            E=m.experts, F=m.width, L=m.latent or config.width, K=m.top_k,
+            O=int(bool(m.latent) and m.latent % 64 == 0),
+        )
+        for m in dict.fromkeys((*config.moes, config.mtp_moe))
+        if m is not None
+    ]  # fmt: skip
+
+
 def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
     args = RUN_EXPERTS_NVFP4.make(Case(**{**case, "Q": 0}), T, dev, dtype, rng)
     kept = {name: args[name] for name in ("x", "routing", "up_global", "down_global")}
@@ -292,20 +312,18 @@ def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.
         f"{name}_words": pack_hopper(args[f"{name}_codes"], args[f"{name}_scales"])
         for name in ("up", "down")
     }
-    # some sizes with x in order, as a projection in front of the experts can give it
-    ordered = case.E % 8 != 0 and case.L % 64 == 0
-    return kept | words | {"width": case.F, "ordered": ordered}
+    return kept | words | {"width": case.F, "ordered": bool(case.O)}
 
 
 RUN_EXPERTS_PACKED = KernelSpec(
     terms=lambda case: case.F + case.L,
     op=run_experts_packed,
     kernels=(_prepare, _packed_up, _packed_down, _packed_combine),
-    cases=RUN_EXPERTS_NVFP4.cases,
+    cases=_cases,
     small=[
-        Case(E=11, F=64, L=192, K=4),
-        Case(E=4, F=208, L=144, K=1),
-        Case(E=6, F=80, L=48, K=3),
+        Case(E=11, F=64, L=192, K=4, O=1),
+        Case(E=4, F=208, L=144, K=1, O=0),
+        Case(E=6, F=80, L=48, K=3, O=0),
     ],
     tokens=RUN_EXPERTS_NVFP4.tokens,
     dtypes=("bf16", "fp16"),

@@ -9,6 +9,10 @@ x in the products' column order, which the gathering loads then read; gathered r
 stored. Grids are as large as any routing of the tokens can need, and programs without a block leave
 at once: the host never waits, and a CUDA graph serves every routing. Nothing depends on the order
 of programs, so equal inputs give equal bits.
+
+PDL (programmatic dependent launch): a kernel lets the next one start when its last program has left
+its loop, not when it has stored; the next one waits for that before it reads what was stored. Only
+`_prepare`, which is small, lets go at once: an earlier start takes room from programs that work.
 """
 
 import triton
@@ -73,10 +77,12 @@ def _prepare(
     offsets_idx, order_idx, experts_ptr, rows_ptr, table_programs, blocks,
     x_ptr, ordered_ptr, x_stride, L, W,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
-    MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr,
+    MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tables by the first programs, x in order by the others."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if pid < table_programs:
         _write_tables(
             pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
@@ -105,10 +111,12 @@ def _packed_up(
     K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, PAIR: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, MMA: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h [T*K, H] by pair, columns in `k_order`, those of padding zero."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL and not PAIR:
+        tl.extra.cuda.gdc_wait()
     block = pid // (H // BLOCK_N)
     tile_n = pid % (H // BLOCK_N)
     expert = tl.load(experts_idx + block).to(tl.int64)
@@ -122,6 +130,8 @@ def _packed_up(
             x_rows, live, matrix, tile_n.to(tl.int32), 0, x_width, STEPS, K_TILES, NATURAL, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
         )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         h = to_position_order(relu2(acc * scale).to(h_ptr.dtype.element_ty), MMA)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(h_ptr + rows[None, :] * H + n[:, None], h, mask=live[None, :])
@@ -133,7 +143,7 @@ def _packed_down(
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, MMA: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns."""
     TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
@@ -148,10 +158,14 @@ def _packed_down(
         safe = tl.where(live, rows, 0)
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
         matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         acc = packed_product(
             h_ptr + safe * H, live, matrix, tile_n.to(tl.int32), split.to(tl.int32) * STEPS, H,
             STEPS, K_TILES, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
         )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = live[None, :] & (n < L)[:, None]
         at = out_ptr + (rows * SPLIT + split)[None, :] * L + n[:, None]
@@ -160,9 +174,12 @@ def _packed_down(
 
 @triton.jit
 def _packed_combine(
-    rows_ptr, y_ptr, L, COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr
-):
+    rows_ptr, y_ptr, L,
+    COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """y [T, L]: the sum of a token's COUNT rows."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(L, BLOCK_L)
     t = pid // tiles

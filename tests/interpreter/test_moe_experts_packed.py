@@ -32,7 +32,7 @@ def random_routing(T: int, E: int, top: int) -> Routing:
 
 
 def arguments(T: int, E: int, F: int, L: int, top: int, ordered: bool = False) -> Args:
-    case = Case(E=E, F=F, L=L, K=top)
+    case = Case(E=E, F=F, L=L, K=top, O=0)
     args = SPEC.make(case, T, CPU, torch.bfloat16, parity.generator(E + F, CPU))
     return args | {"routing": random_routing(T, E, top), "ordered": ordered}
 
