@@ -60,7 +60,7 @@ def test_noise_takes_the_halves_of_all_four_words() -> None:
     """Element n of a row of 20 (three groups): word n % 8 // 2 of its group, low half first."""
     noise = state_noise_ref(seed=11, position=9, layer=2, rows=2, N=20)
     one = torch.ones((), dtype=torch.int64)
-    words = philox_ref(one * 11, (one * 4, one * 3, one * 9, one * 0))  # row 1, group 1
+    words = philox_ref(one * 11, (one * 4, one * 3, one * 9, one * 0), 7)  # row 1, group 1
     want = [half for w in words for half in (int(w) & 0x1FFF, int(w) >> 16 & 0x1FFF)]
     assert noise[1, 8:16].tolist() == want
 

@@ -55,12 +55,14 @@ def relu2_ref(x: torch.Tensor) -> torch.Tensor:
 
 
 def philox_ref(
-    seed: torch.Tensor, counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    seed: torch.Tensor,
+    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    rounds: int = 10,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32-10: four random words (int64 in 0..2^32-1) of a 64-bit key and four words."""
+    """Philox4x32: four random words (int64 in 0..2^32-1) of a 64-bit key and four words."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(10):
+    for _ in range(rounds):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps as the 64-bit product must
         c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD

@@ -328,10 +328,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     lane = 16 if heads < 1024 else 32 if heads < 16384 else 64  # elements a thread
     if case.STATE != "fp32":
         lane = min(2 * lane, 64)  # half the bytes, or a quarter
-    if case.TREE:
-        lane = min(lane, 32)  # the stored state stays in registers beside the path's
-    if case.NEW > 1 and case.STATE == "fp16":
-        lane = min(lane, 32)  # its conversions take registers: 64 spill on sm_100
+    if case.NEW > 1:
+        lane = min(lane, 32)  # the next token's inputs, or a path's state, take registers too
     rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
     return Tile(BLOCK_P=rows, BLOCK_N=width, num_warps=1, num_stages=1)
 
@@ -341,8 +339,14 @@ def _tiles(case: Case) -> list[Tile]:
         Tile(BLOCK_P=p, BLOCK_N=next_pow2(case.N), num_warps=w, num_stages=1)
         for p in (2, 4, 8, 16, 32, 64)
         for w in (1, 2, 4)
-        if p <= next_pow2(case.P) and 4 <= p * next_pow2(case.N) // (32 * w) <= 128
+        if p <= next_pow2(case.P) and 8 <= p * next_pow2(case.N) // (32 * w) <= 64
     ]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Small programs while they do not fill the machine, none of the smallest beyond."""
+    lane = tile["BLOCK_P"] * tile["BLOCK_N"] // (32 * tile["num_warps"])
+    return lane <= 32 if tokens <= 4 else lane >= 16
 
 
 def _cases(config: object) -> list[Case]:
@@ -384,6 +388,7 @@ SSM_UPDATE = KernelSpec(
     tokens=(1, 4, 16, 64, 256, 1024, 4096),
     make=_make_ssm_update,
     tiles=_tiles,
+    suits=_suits,
     default=_default_tile,
     cost=_cost,
     mutates=("state", "scales", "lanes", "lane_scales"),
