@@ -11,12 +11,12 @@ Stochastic rounding takes the upper neighbour with the probability of the part t
 lower one. So its mean is h, and increments smaller than half a spacing, which rounding to the
 nearest drops every time, count on average. The noise is 13 bits an element, as many as fp16 drops
 of fp32; subnormal numbers too are rounded to 13 bits below fp16's spacing first. It is drawn by
-Philox4x32-7 (Salmon et al. 2011: the fewest rounds that pass BigCrush) with the request's seed as key and the counter
-(row * ceil(N / 8) + n div 8, 1 + layer, position, 0): n mod 8 picks the half of a word, low halves
-first. So it depends on the request, the layer, the position of the token behind which the state is
-stored and the element, never on the batch, the slot or the number of launches: a position rounds
-alike whether it is decoded, verified again after a rollback, or replayed. (The sampler's counters
-have 0 where these have 1 + layer.)
+Philox4x32-7 (Salmon et al. 2011; seven rounds are the fewest that pass BigCrush) with the request's
+seed as key and the counter (row * ceil(N / 8) + n div 8, 1 + layer, position, 0): n mod 8 picks the
+half of a word, low halves first. So it depends on the request, the layer, the position of the token
+behind which the state is stored and the element, never on the batch, the slot or the number of
+launches: a position rounds alike whether it is decoded, verified again after a rollback, or
+replayed. (The sampler's counters have 0 where these have 1 + layer.)
 
 Beyond what fp16 holds the state saturates; NaN stays NaN. In a scaled row it makes NaN of the whole
 row, and so does an infinite element. A scale below fp32's normal numbers makes the row zeros. Rows
