@@ -341,7 +341,7 @@ def _suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
     if "STREAM" in tile:
         return stream_suits(tile, tokens)
-    if tile["SWAP"]:
+    if tile.get("SWAP", False):
         return tile["BLOCK_T"] == max(16, next_pow2(tokens))
     if tile["BLOCK_T"] <= 32:  # fp32
         return tokens <= 64 or tile["BLOCK_T"] == 32
