@@ -1,0 +1,166 @@
+"""CUDA graphs of decode steps give the bits of the same steps launched piece by piece.
+
+Pieces, neighbours that join and leave, ends that differ, chains, a tree: tokens and hidden states.
+"""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from nemotriton import LLM, SamplingParams
+from nemotriton.engine.clock import Clock
+from nemotriton.engine.graphs import CudaGraphs
+from nemotriton.engine.request import Step
+from nemotriton.engine.static_step import StepMemory
+from nemotriton.engine.step_inputs import StepShape
+
+PROMPTS = [[5, 9, 200, 31], [77] * 3 + list(range(10, 170)), [400], list(range(300, 340)), [7, 7]]
+Found = tuple[list[list[int]], list[torch.Tensor]]
+
+
+def made(graphs: bool | None, preset: str = "tiny", **options: Any) -> LLM:
+    sizes = {"dtype": "bfloat16", "max_context": 512, "max_requests": 5, "adapt_drafts": False}
+    return LLM.synthetic(preset, device="cuda", graphs=graphs, **(sizes | options))
+
+
+def params(i: int, length: int = 24) -> SamplingParams:
+    return SamplingParams(
+        temperature=(0, 0.8)[i % 2], top_p=0.9, seed=3, max_tokens=length + 7 * i, ignore_eos=True
+    )
+
+
+def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Found:
+    """Tokens of requests that join one after the other, and the hidden states of every step."""
+    hidden: list[torch.Tensor] = []
+    steps = llm.runner.steps
+    assert steps is not None
+    assert steps.problem is None
+    run = steps.run
+
+    def running(step: Step, shape: StepShape, clock: Clock) -> list[list[tuple[int, int]]]:
+        found = run(step, shape, clock)
+        hidden.append(steps.memory.hidden[: shape.rows].clone())
+        return found
+
+    monkeypatch.setattr(steps, "run", running)
+    groups = []
+    for i, prompt in enumerate(PROMPTS):
+        groups.append(llm.engine.submit(llm.engine.prepare(prompt, params(i))))
+        for _ in range(3):
+            llm._step()
+    while not all(g.finished for g in groups):
+        llm._step()
+    assert steps.replays > 20
+    assert steps.others == 0
+    return [g.completions[0].request.output for g in groups], hidden
+
+
+@pytest.mark.parametrize("drafts", ["0", "1", "2", "3", "tree"])
+def test_graphs_give_the_bits_of_single_launches(
+    drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"tree": "0,0,1"} if drafts == "tree" else {"drafts": int(drafts)}
+    found = []
+    for graphs in (True, False):
+        with made(graphs, **given) as llm:
+            found.append(watched(llm, monkeypatch))
+    (tokens, hidden), (again, launched) = found
+    assert tokens == again
+    assert len(hidden) == len(launched)
+    for a, b in zip(hidden, launched, strict=True):
+        assert torch.equal(a, b)
+        assert not torch.isnan(a).any()
+
+
+@pytest.mark.parametrize("preset, quant", [("nano-30b", "bf16"), ("super-120b", "release")])
+def test_real_widths(preset: str, quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few layers of each kind; and tokens as without any padding, in most places."""
+    found = []
+    for graphs in (True, False):
+        with made(graphs, preset, layers=10, quant=quant) as llm:
+            found.append(watched(llm, monkeypatch))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_fp32_tokens_are_those_of_steps_without_padding() -> None:
+    found = []
+    for recorded in (True, False):
+        with made(None, dtype="float32") as llm:
+            if not recorded:
+                llm.runner.steps = None
+            outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))])
+            found.append([o.outputs[0].token_ids for o in outputs])
+    assert found[0] == found[1]
+
+
+def test_nothing_compiles_and_no_tile_is_chosen_once_all_is_recorded() -> None:
+    with made(None, drafts=2) as llm:
+        steps = llm.runner.steps
+        assert steps is not None
+        assert isinstance(steps.capture, CudaGraphs)
+        asked = [llm.engine.prepare(p, params(i)) for i, p in enumerate(PROMPTS)]
+        groups = [llm.engine.submit(a) for a in asked]
+        llm._step()  # the prompts, which are not recorded
+        before = steps.report()
+        while not all(g.finished for g in groups):
+            llm._step()
+        after = steps.report()
+        for key in ("compiled_since", "tiles_looked_up_since"):
+            assert before[key] == after[key]
+        assert after["replays"] > 20  # type: ignore[operator]
+        assert after["recorded"] == len(steps.shapes)
+
+
+def test_memory_is_steady_and_comes_back() -> None:
+    left = []
+    for _ in range(3):
+        with made(None, drafts=1) as llm:
+            llm.generate(PROMPTS, params(1))
+            reserved = torch.cuda.memory_reserved()
+            for _ in range(3):
+                llm.generate(PROMPTS, params(1))
+            assert torch.cuda.memory_reserved() == reserved
+            assert llm.stats()["graphs"]["bytes"] <= llm.plan.graphs + 2**26
+        del llm
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] == left[2], left
+
+
+def test_logprobs_and_penalties_are_those_of_single_launches() -> None:
+    hard = SamplingParams(
+        temperature=0.7, seed=5, max_tokens=20, min_tokens=4, repetition_penalty=1.3, logprobs=2,
+        ignore_eos=True,
+    )  # fmt: skip
+    found = []
+    for graphs in (True, False):
+        with made(graphs) as llm:
+            outputs = [o.outputs[0] for o in llm.generate(PROMPTS, hard)]
+            found.append([(o.token_ids, o.logprobs) for o in outputs])
+    assert found[0] == found[1]
+
+
+def test_out_of_memory_leaves_steps_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real allocation that cannot be had, inside the third capture."""
+    recorded = 0
+    keep = StepMemory.keep_hidden
+
+    def keeping(self: StepMemory, hidden: torch.Tensor) -> None:
+        nonlocal recorded
+        if torch.cuda.is_current_stream_capturing():
+            recorded += 1
+            if recorded == 3:
+                torch.empty(2**45, dtype=torch.uint8, device=hidden.device)
+        keep(self, hidden)
+
+    with made(False) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params(0))]
+    monkeypatch.setattr(StepMemory, "keep_hidden", keeping)
+    with made(None) as llm:
+        report = llm.stats()["graphs"]
+        assert report["recorded"] == 0
+        assert "2 of 4 CUDA graphs" in report["problem"]
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params(0))] == want
