@@ -2,13 +2,16 @@
 
 The formula, shapes and dtypes are those of `attention`. The keys are cut into splits, each summed
 by a program of its own (flash decoding, Dao et al. 2023); a second kernel merges the splits of a
-query by their log-sum-exp, in order. Where a split starts depends on the position of the key alone:
+query by their log-sum-exp, in order. How the keys of a token are cut depends on its position alone:
+a token that sees n keys has splits of
 
-    splits 0..63 hold 256 keys each, the next 32 hold 512, the next 32 hold 1024, ...
+    GRAIN * max(1, round(n / (SPLITS * GRAIN))) keys,
 
-so neither the batch, nor the drafts behind a token, nor `max_length` changes the order in which a
-token's keys are summed, and 2^20 keys need 256 splits, not 4096. With the same tile and `max_new`
-the bits are the same too. Scratch: T * Hq * splits * (Dh + 2) floats.
+so there are about SPLITS of them, at most 3/2 SPLITS, and each is large enough to keep a
+multiprocessor's loads in flight. Neither the batch, nor the drafts behind a token, nor `max_length`
+changes the order in which its keys are summed; with the same tile and `max_new` the bits are the
+same too. The few steps whose tokens straddle a change of the size walk the keys once for each of
+the two sizes. Scratch: T * Hq * splits * (Dh + 2) floats.
 """
 
 import torch
@@ -29,7 +32,10 @@ from nemotriton.kernels.paged import (
     owner,
 )
 
-SPLIT = 256
+GRAIN = 128  # keys: a split is a multiple of it, and so of every BLOCK_N
+# A merging program takes so many splits in one step, which is all of them but on the longest
+# tiles, and so many columns of one head: at batch 1 every multiprocessor has some.
+MERGE_J, MERGE_D = 128, 32
 
 
 # ---------------------------------------------------------------------------------- attend_decode
@@ -53,20 +59,16 @@ def attend_decode_ref(
     )
 
 
-def split_count(keys: int) -> int:
-    """How many splits hold this many keys."""
-    if keys <= 0:
-        return 0
-    unit = (keys - 1) // SPLIT
-    doublings = max(unit.bit_length() - 6, 0)
-    return 32 * doublings + (unit >> doublings) + 1
+def most_splits(keys: int, target: int) -> int:
+    """The largest number of splits of any token that sees up to so many keys."""
+    return min(cdiv(max(keys, 0), GRAIN), target * 3 // 2)
 
 
 @triton.jit
-def _split_start(j, SPLIT: tl.constexpr):
-    """First key of split j: a float of 5 fraction bits, counted in units of SPLIT."""
-    doublings = tl.maximum(j // 32 - 1, 0)
-    return ((j - 32 * doublings) * SPLIT) << doublings
+def _split_size(keys, SPLITS: tl.constexpr, GRAIN: tl.constexpr):
+    """Keys a split of a token that sees `keys` of them."""
+    unit: tl.constexpr = SPLITS * GRAIN
+    return tl.maximum((keys + unit // 2) // unit, 1) * GRAIN
 
 
 @triton.jit(do_not_specialize=["S", "blocks", "splits"])
@@ -74,33 +76,29 @@ def _attend_split(
     q_ptr, k_ptr, v_ptr, acc_ptr, stats_ptr, pages_idx, cu_idx, lengths_idx, parents_idx,
     k_scale_ptr, S, blocks, splits, scale, q_stride, q_head, pages_stride, page_stride, row_stride,
     head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     h = pid % HEADS
     block = pid // HEADS % blocks
     s = pid // HEADS // blocks % S
-    j = splits - 1 - pid // HEADS // blocks // S  # the long splits first
+    j = (pid // HEADS // blocks // S).to(tl.int32)
     start = tl.load(cu_idx + s).to(tl.int64)
     new = tl.load(cu_idx + s + 1).to(tl.int64) - start
     length = tl.load(lengths_idx + s).to(tl.int64)
     context = (length - new).to(tl.int32)  # the keys of one sequence fit in 32 bits
-    begin = _split_start(j, SPLIT).to(tl.int32)
-    end = tl.minimum(_split_start(j + 1, SPLIT), length).to(tl.int32)
 
     d = tl.arange(0, BLOCK_D)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # (token, head) pairs of this KV head
     token = row // GROUP
-    live = (token < new) & (begin < length)
+    live = (token < new) & (length > 0)
     inside = live[:, None] & (d < D)[None, :]
     at = (start + token) * q_stride + (h * GROUP + row % GROUP) * q_head
     q = tl.load(q_ptr + at[:, None] + d[None, :], mask=inside, other=0.0)
+    sight = tl.where(live, context + token + 1, 0).to(tl.int32)  # keys that each row may see
+    part = ((start + token) * (HEADS * GROUP) + h * GROUP + row % GROUP) * splits + j
 
-    position = tl.where(live, context + token, -1).to(tl.int32)
-    full = tl.maximum(tl.minimum(end, context) // BLOCK_N * BLOCK_N, begin)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     if k_scale_ptr is not None:
         scale = scale * tl.load(k_scale_ptr)
     if parents_idx is not None:
@@ -108,53 +106,71 @@ def _attend_split(
     k_ptr += h * head_stride
     v_ptr += h * head_stride
     pages_idx += s * pages_stride
-    acc, peak, total = attend_keys(
-        acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, full, scale, page_stride, row_stride,
-        position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, False,
-    )  # fmt: skip
-    acc, peak, total = attend_keys(
-        acc, peak, total, q, k_ptr, v_ptr, pages_idx, full, end, scale, page_stride, row_stride,
-        position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, True,
-    )  # fmt: skip
-    part = ((start + token) * (HEADS * GROUP) + h * GROUP + row % GROUP) * splits + j
-    tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=inside)
-    tl.store(stats_ptr + part * 2, peak, mask=live)
-    tl.store(stats_ptr + part * 2 + 1, total, mask=live)
+    small = _split_size(context + 1, SPLITS, GRAIN)  # the first token's, then the last one's
+    large = _split_size(length.to(tl.int32), SPLITS, GRAIN)
+    for turn in range(tl.where(small == large, 1, 2)):
+        size = tl.where(turn == 0, small, large)
+        begin = j * size
+        end = tl.minimum(begin + size, length).to(tl.int32)
+        mine = (_split_size(sight, SPLITS, GRAIN) == size) & (begin < sight)
+        position = tl.where(mine, sight - 1, -1)
+        full = tl.maximum(tl.minimum(end, context) // BLOCK_N * BLOCK_N, begin)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc, peak, total = attend_keys(
+            acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, full, scale, page_stride,
+            row_stride, position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, False,
+        )  # fmt: skip
+        acc, peak, total = attend_keys(
+            acc, peak, total, q, k_ptr, v_ptr, pages_idx, full, end, scale, page_stride,
+            row_stride, position, context, parents_idx, new, D, PAGE, BLOCK_N, BLOCK_D, True,
+        )  # fmt: skip
+        stored = mine[:, None] & (d < D)[None, :]
+        tl.store(acc_ptr + part[:, None] * D + d[None, :], acc, mask=stored)
+        tl.store(stats_ptr + part * 2, peak, mask=mine)
+        tl.store(stats_ptr + part * 2 + 1, total, mask=mine)
 
 
 @triton.jit(do_not_specialize=["S", "splits"])
 def _merge_splits(
     acc_ptr, stats_ptr, out_ptr, cu_idx, lengths_idx, v_scale_ptr, S, splits, HEADS: tl.constexpr,
-    D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, GRAIN: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)  # token * HEADS + head
-    s = owner(cu_idx, S, pid // HEADS, 1, 0)
+    CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    pid = tl.program_id(0).to(tl.int64)  # (token * HEADS + head) * CHUNKS + BLOCK_D columns of it
+    row = pid // CHUNKS
+    token = row // HEADS
+    s = owner(cu_idx, S, token, 1, 0)
     end = tl.load(cu_idx + s + 1).to(tl.int64)
     length = tl.load(lengths_idx + s).to(tl.int64)
-    length = tl.where(pid // HEADS < end, length, 0)  # rows after cu[S] get zeros, like pads
-    d = tl.arange(0, BLOCK_D)
+    # rows after cu[S] get zeros, like pads
+    sight = tl.where((token < end) & (length > 0), length - end + token + 1, 0).to(tl.int32)
+    size = _split_size(sight, SPLITS, GRAIN)
+    d = pid % CHUNKS * BLOCK_D + tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     peak = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     for j0 in range(0, splits, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
-        live = _split_start(j, SPLIT) < length  # splits behind the last key were never written
-        part = pid * splits + j
+        live = j * size < sight  # splits behind the last key were never written
+        part = row * splits + j
+        inside = live[:, None] & (d < D)[None, :]
+        parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
         peaks = tl.load(stats_ptr + part * 2, mask=live, other=float("-inf"))
         totals = tl.load(stats_ptr + part * 2 + 1, mask=live, other=0.0)
         higher = tl.maximum(peak, tl.max(peaks, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(peaks - base)
         decay = tl.exp2(peak - base)
-        inside = live[:, None] & (d < D)[None, :]
-        parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
         acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
         total = total * decay + tl.sum(weights * totals, 0)
         peak = higher
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr)
     out = (acc / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + pid * D + d, out, mask=d < D)
+    tl.store(out_ptr + row * D + d, out, mask=d < D)
 
 
 @op(ref=attend_decode_ref)
@@ -183,31 +199,36 @@ def attend_decode(
         parents is None or parents.shape == (T,),
         f"parents must name one parent for each of {T} tokens",
     )
-    S, splits = lengths.shape[0], split_count(max_length)
+    S = lengths.shape[0]
     if S == 0:
         return torch.zeros_like(q)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
-    stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
     axes = attention_axes(q, k_cache) | {
         "new": next_pow2(max_new),
         "tree": int(parents is not None),
     }
     tile = ATTEND_DECODE.tile(T, q, **axes)
-    rows = min(int(tile["BLOCK_M"]), max(16, next_pow2(max_new * group)))
+    target, rows = int(tile["SPLITS"]), max(16, next_pow2(max_new * group))
+    require(
+        max_new <= target * GRAIN,
+        f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
+    )
+    splits, rows = most_splits(max_length, target), min(int(tile["BLOCK_M"]), rows)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
+    stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
     blocks = cdiv(max_new * group, rows)
-    shape = {"D": width, "SPLIT": SPLIT, "BLOCK_D": max(16, next_pow2(width))}
     tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
     strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
     launch(
         _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits, scale * LOG2_E,
-        *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1], **shape,
-        **tile.but(BLOCK_M=rows),
+        *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1],
+        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
     )  # fmt: skip
     merged = (acc, stats, out, cu, lengths, v_scale)
+    columns = min(MERGE_D, next_pow2(width))
     launch(
-        _merge_splits, (T * q_heads,), *merged, S, splits, HEADS=q_heads, BLOCK_J=16, num_warps=4,
-        **shape,
+        _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
+        D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=MERGE_J, BLOCK_D=columns, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -246,11 +267,11 @@ def _decode_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
-        return fp32_tile(case)
-    if case.new * (case.H // case.Hkv) > 32:
-        return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
-    # left to itself, ptxas spills a few bytes to fit a third block into the registers
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=8, num_stages=3, maxnreg=128)
+        return fp32_tile(case).but(SPLITS=64)
+    # wgmma, from 64 rows on, keeps one block of keys more than mma.sync does at as many stages:
+    # either way two programs of a multiprocessor hold three blocks each
+    stages = 3 if case.new * (case.H // case.Hkv) > 32 else 4
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=stages, SPLITS=64)
 
 
 ATTEND_DECODE = KernelSpec(
@@ -272,10 +293,10 @@ ATTEND_DECODE = KernelSpec(
     tokens=(1, 4, 16, 64, 256),
     make=_make_decode,
     tiles=lambda case: [
-        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s)
-        for n in (32, 64, 128)
-        for w in (2, 4, 8)
-        for s in (2, 3, 4)
+        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits)
+        for n, w in ((64, 4), (64, 8), (128, 4), (128, 8))
+        for s in ((3, 4, 5) if n == 64 else (3,))
+        for splits in (64, 128)
     ],
     default=_decode_default,
     cost=_decode_cost,

@@ -30,19 +30,43 @@ def owner(cu_idx, S, block, BLOCK_Q: tl.constexpr, EXTRA: tl.constexpr):
 
 
 @triton.jit
-def cells(pages_idx, n0, end, page_stride, row_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys n0.. of a page table row lie, n0 a multiple of BLOCK_N: a scalar offset and
-    one a key [BLOCK_N] to add to it. In one page the latter do not change: few registers."""
-    n = tl.arange(0, BLOCK_N)
-    if BLOCK_N <= PAGE:
-        page = tl.load(pages_idx + n0 // PAGE).to(tl.int64)
+def pages_at(pages_idx, n0, end, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    """The page of the keys n0..n0 + ROWS, n0 a multiple of ROWS: one number where they share one,
+    else one a key [ROWS]. Behind the last key it is the last key's, so one may read ahead."""
+    n = n0
+    if ROWS > PAGE:
+        n += tl.arange(0, ROWS)
+    n = tl.minimum(n, end - 1)
+    return tl.load(pages_idx + n // PAGE, mask=n >= 0, other=0).to(tl.int64)
+
+
+@triton.jit
+def cells(page, n0, page_stride, row_stride, PAGE: tl.constexpr, ROWS: tl.constexpr):
+    """Where those keys lie: a scalar offset, and one a key [ROWS] to add to it. In one page the
+    latter do not change: few registers."""
+    n = tl.arange(0, ROWS)
+    if ROWS <= PAGE:
         base = page * page_stride + (n0 % PAGE) * row_stride
         cell = n * row_stride
     else:
-        page = tl.load(pages_idx + (n0 + n) // PAGE, mask=n0 + n < end, other=0).to(tl.int64)
         base = n0 * 0
         cell = page * page_stride + (n % PAGE) * row_stride
     return base, cell
+
+
+@triton.jit
+def fetch(ptr, base, cell, n0, end, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of keys or values [ROWS, Dh], zeros behind the last key: it may be NaN there, and
+    0 * NaN must not enter a sum."""
+    d = tl.arange(0, BLOCK_D)
+    at = ptr + base + cell[:, None] + d[None, :]
+    if MASKED:
+        n = n0 + tl.arange(0, cell.shape[0])
+        return tl.load(at, mask=(d < D)[None, :] & (n < end)[:, None], other=0.0)
+    elif D < BLOCK_D:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
@@ -58,6 +82,25 @@ def descends(n, position, context, parents_idx, drafts):
 
 
 @triton.jit
+def sees(n0, position, context, parents_idx, drafts, ROWS: tl.constexpr):
+    """bool [M, ROWS]: which of the keys n0.. each row sees."""
+    n = n0 + tl.arange(0, ROWS)
+    visible = n[None, :] <= position[:, None]
+    if parents_idx is not None:
+        visible = descends(n, position, context, parents_idx, drafts)
+    return visible
+
+
+@triton.jit
+def weigh(raw, visible, scale, level, MASKED: tl.constexpr):
+    """The unnormalised weights of scores [M, ROWS] against each row's level."""
+    p = tl.exp2(tl.fma(raw, scale, -level[:, None]))
+    if MASKED:
+        p = tl.where(visible, p, 0.0)
+    return p
+
+
+@triton.jit
 def attend_keys(
     acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, end, scale, page_stride, row_stride,
     position, context, parents_idx, drafts, D: tl.constexpr, PAGE: tl.constexpr,
@@ -67,36 +110,57 @@ def attend_keys(
     table row; `begin` is a multiple of BLOCK_N, and so is `end` unless MASKED.
 
     acc [M, Dh], peak [M] (largest scaled score so far), total [M] are carried. Both forms do the
-    same arithmetic, so a block of keys adds the same bits whether or not it had to be masked."""
-    d = tl.arange(0, BLOCK_D)
+    same arithmetic, so a block of keys adds the same bits whether or not it had to be masked.
+    A block wider than a page is read in two halves, which share one step of the softmax. Pages are
+    looked up a step ahead and carried: a look-up between the steps' loads would take a stage of
+    the pipeline for itself, and halve what is on its way from memory."""
+    HALVES: tl.constexpr = 2 if BLOCK_N > PAGE else 1
+    ROWS: tl.constexpr = BLOCK_N // HALVES
+    page = pages_at(pages_idx, begin, end, PAGE, ROWS)
+    if HALVES == 2:
+        page2 = pages_at(pages_idx, begin + ROWS, end, PAGE, ROWS)
     for n0 in range(begin, end, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        base, cell = cells(pages_idx, n0, end, page_stride, row_stride, PAGE, BLOCK_N)
-        cell = cell[:, None] + d[None, :]
-        inside = (d < D)[None, :]
-        if MASKED:  # what lies behind the last key may be NaN: 0 * NaN must not enter the sum
-            inside = inside & (n < end)[:, None]
-        k = tl.load(k_ptr + base + cell, mask=inside, other=0.0).to(q.dtype)
-        raw = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, BLOCK_N]
+        ahead = pages_at(pages_idx, n0 + BLOCK_N, end, PAGE, ROWS)
+        base, cell = cells(page, n0, page_stride, row_stride, PAGE, ROWS)
+        k = fetch(k_ptr, base, cell, n0, end, D, BLOCK_D, MASKED).to(q.dtype)
+        raw = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, ROWS]
+        visible = None
         seen = raw
         if MASKED:
-            visible = n[None, :] <= position[:, None]
-            if parents_idx is not None:
-                visible = descends(n, position, context, parents_idx, drafts)
+            visible = sees(n0, position, context, parents_idx, drafts, ROWS)
             seen = tl.where(visible, raw, float("-inf"))
-        higher = tl.maximum(peak, tl.max(seen, 1) * scale)
+        top = tl.max(seen, 1)
+        if HALVES == 2:
+            n2 = n0 + ROWS
+            ahead2 = pages_at(pages_idx, n2 + BLOCK_N, end, PAGE, ROWS)
+            base2, cell2 = cells(page2, n2, page_stride, row_stride, PAGE, ROWS)
+            k2 = fetch(k_ptr, base2, cell2, n2, end, D, BLOCK_D, MASKED).to(q.dtype)
+            raw2 = tl.dot(q, tl.trans(k2), input_precision="ieee")
+            visible2 = None
+            seen2 = raw2
+            if MASKED:
+                visible2 = sees(n2, position, context, parents_idx, drafts, ROWS)
+                seen2 = tl.where(visible2, raw2, float("-inf"))
+            top = tl.maximum(top, tl.max(seen2, 1))
+        higher = tl.maximum(peak, top * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
-        p = tl.exp2(tl.fma(raw, scale, -level[:, None]))
-        if MASKED:
-            p = tl.where(visible, p, 0.0)
         decay = tl.exp2(peak - level)
+        acc = acc * decay[:, None]
+        p = weigh(raw, visible, scale, level, MASKED)
         total = total * decay + tl.sum(p, 1)
-        v = tl.load(v_ptr + base + cell, mask=inside, other=0.0).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
+        v = fetch(v_ptr, base, cell, n0, end, D, BLOCK_D, MASKED).to(q.dtype)
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
+        if HALVES == 2:
+            p2 = weigh(raw2, visible2, scale, level, MASKED)
+            total += tl.sum(p2, 1)
+            v2 = fetch(v_ptr, base2, cell2, n2, end, D, BLOCK_D, MASKED).to(q.dtype)
+            acc = tl.dot(p2.to(q.dtype), v2, acc, input_precision="ieee")
+            page2 = ahead2
         # Always true; makes Triton wait for this dot before the next step writes p's registers,
         # which an asynchronous wgmma would still be reading (triton#9433).
         acc = tl.where(n0 < end, acc, 0.0)
         peak = higher
+        page = ahead
     return acc, peak, total
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 import nemotriton.kernels.attention_decode as decode
 from nemotriton.autotune import parity
 from nemotriton.kernels.attention import ATTEND_PREFILL, attend_prefill
-from nemotriton.kernels.attention_decode import ATTEND_DECODE, SPLIT, attend_decode, split_count
+from nemotriton.kernels.attention_decode import ATTEND_DECODE, GRAIN, attend_decode, most_splits
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, use_tile
 from nemotriton.kernels.paged import attention_inputs
@@ -42,15 +42,16 @@ def piece(args: Args, rows: slice, length: int) -> Args:
     return args | {"q": q, "cu": cu, "lengths": lengths, "max_length": length, "max_new": len(q)}
 
 
+DECODE = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64)
 RATIOS = [(1, 1), (1, 5), (4, 2), (16, 1), (16, 3), (16, 4), (32, 5)]
 
 
 @pytest.mark.parametrize("ratio,new", RATIOS)
 def test_decode_of_every_ratio_and_count(ratio: int, new: int, poison: Poison) -> None:
     """Tokens on both sides of a split's edge, then as a tree; 5 x 32 rows take three blocks."""
-    args = inputs([(new, SPLIT + new // 2), (1, 3)], ratio, dtype=torch.float32)
+    args = inputs([(new, GRAIN + new // 2), (1, 3)], ratio, dtype=torch.float32)
     tree = [(i - 1) // 2 if i else -1 for i in range(new)]
-    with use_tile("attend_decode", Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)):
+    with use_tile("attend_decode", DECODE):
         right(ATTEND_DECODE, args)
         right(ATTEND_DECODE, args | {"parents": torch.tensor([*tree, -1], dtype=torch.int32)})
 
@@ -73,7 +74,7 @@ def test_head_widths(width: int, poison: Poison) -> None:
 def test_blocks_wider_than_a_page_and_narrower() -> None:
     for n in (16, 32, 128):
         tile = Tile(BLOCK_M=16, BLOCK_N=n, num_warps=4, num_stages=2)
-        with use_tile("attend_prefill", tile), use_tile("attend_decode", tile):
+        with use_tile("attend_prefill", tile), use_tile("attend_decode", tile.but(SPLITS=64)):
             right(ATTEND_PREFILL, inputs([(5, 150), (9, 9)], page=32))
             right(ATTEND_DECODE, inputs([(5, 300), (3, 9)], page=32))
 
@@ -94,10 +95,10 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_whole() -> None:
 
 def test_drafts_and_bounds_change_no_bit_of_a_token() -> None:
     """At one `max_new`: alone, with drafts behind it, with looser bounds on the length."""
-    args = inputs([(4, SPLIT + 2)], ratio=2, dtype=torch.float32)
+    args = inputs([(4, GRAIN + 2)], ratio=2, dtype=torch.float32)
     drafted = attend_decode.triton(**args)
     for i in range(4):
-        alone = piece(args, slice(i, i + 1), SPLIT - 1 + i) | {"max_new": 4}
+        alone = piece(args, slice(i, i + 1), GRAIN - 1 + i) | {"max_new": 4}
         assert torch.equal(attend_decode.triton(**alone)[0], drafted[i])
     loose = attend_decode.triton(**args | {"max_length": 9_000})
     assert torch.equal(loose, drafted)
@@ -150,27 +151,47 @@ def test_rows_of_no_sequence_and_no_sequences_at_all_are_zeros(poison: Poison) -
 
 
 @triton.jit
-def _starts(out_ptr, SPLIT: tl.constexpr, N: tl.constexpr):
-    j = tl.arange(0, N)
-    tl.store(out_ptr + j, decode._split_start(j.to(tl.int64), SPLIT))
+def _sizes(out_ptr, SPLITS: tl.constexpr, GRAIN: tl.constexpr, N: tl.constexpr):
+    keys = tl.arange(0, N)
+    tl.store(out_ptr + keys, decode._split_size(keys * 3, SPLITS, GRAIN))
 
 
-def test_splits_tile_the_keys() -> None:
-    out = torch.zeros(512, dtype=torch.int64)
-    _starts[(1,)](out, SPLIT, 512)
-    starts = out.tolist()
-    assert starts[:65] == [SPLIT * j for j in range(65)]
-    assert starts[65:67] == [64 * SPLIT + 2 * SPLIT, 64 * SPLIT + 4 * SPLIT]
-    assert starts[256] == 2**20
-    assert split_count(0) == 0
-    for j, start in enumerate(starts):
-        assert split_count(start + 1) == j + 1
-        assert j == 0 or split_count(start) == j
+@pytest.mark.parametrize("target", [2, 64])
+def test_splits_are_neither_many_nor_large(target: int) -> None:
+    count = 2**15
+    out = torch.zeros(count, dtype=torch.int32)
+    _sizes[(1,)](out, target, GRAIN, count)
+    keys = torch.arange(count) * 3
+    splits = -(-keys // out)
+    assert not (out % GRAIN).any()
+    assert (splits[keys >= target * GRAIN] >= target * 2 // 3).all()
+    most = torch.tensor([most_splits(n, target) for n in keys.tolist()])
+    assert (splits <= most).all()
+    assert most_splits(0, target) == 0
+    assert (out[1:] >= out[:-1]).all()
 
 
-def test_longer_splits_behind_sixteen_thousand_keys() -> None:
-    args = inputs([(2, 64 * SPLIT + 700)], ratio=2, page=128, dtype=torch.float32)
-    with use_tile("attend_decode", Tile(BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3)):
+def test_tokens_on_both_sides_of_a_larger_split() -> None:
+    """Splits of 128 keys become splits of 256: drafted or alone, the bits are the same."""
+    change = 3 * GRAIN
+    args = inputs([(4, change + 1), (1, 30)], ratio=2, page=64, dtype=torch.float32)
+    tile = Tile(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=2)
+    with use_tile("attend_decode", tile):
+        right(ATTEND_DECODE, args)
+        drafted = attend_decode.triton(**args)
+        for i in range(4):
+            alone = piece(args, slice(i, i + 1), change - 2 + i) | {"max_new": 4}
+            alone["pages"] = args["pages"][:1]
+            assert torch.equal(attend_decode.triton(**alone)[0], drafted[i])
+        tree = torch.tensor([-1, 0, 0, 1, -1], dtype=torch.int32)
+        right(ATTEND_DECODE, args | {"parents": tree})
+
+
+def test_splits_of_a_long_context() -> None:
+    """More splits than a merging program takes in one step."""
+    args = inputs([(2, 129 * GRAIN + 70)], ratio=2, page=128, dtype=torch.float32)
+    tile = Tile(BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3, SPLITS=128)
+    with use_tile("attend_decode", tile):
         right(ATTEND_DECODE, args)
 
 
