@@ -280,7 +280,7 @@ ATTEND_PREFILL = KernelSpec(
     ),
     tiles=lambda case: [
         Tile(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s)
-        for m, w in ((64, 4), (128, 4), (128, 8))
+        for m, w in ((64, 4), (128, 8))
         for n in (32, 64, 128)
         for s in (2, 3)
         if m >= case.H // case.Hkv

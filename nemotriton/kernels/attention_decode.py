@@ -33,9 +33,7 @@ from nemotriton.kernels.paged import (
 )
 
 GRAIN = 128  # keys: a split is a multiple of it, and so of every BLOCK_N
-# A merging program takes so many splits in one step, which is all of them but on the longest
-# tiles, and so many columns of one head: at batch 1 every multiprocessor has some.
-MERGE_J, MERGE_D = 128, 32
+MERGE_D = 32  # columns of one head that a merging program takes: at batch 1 it fills the card
 
 
 # ---------------------------------------------------------------------------------- attend_decode
@@ -108,7 +106,7 @@ def _attend_split(
     pages_idx += s * pages_stride
     small = _split_size(context + 1, SPLITS, GRAIN)  # the first token's, then the last one's
     large = _split_size(length.to(tl.int32), SPLITS, GRAIN)
-    for turn in range(tl.where(small == large, 1, 2)):
+    for turn in tl.range(0, tl.where(small == large, 1, 2), disable_licm=True):
         size = tl.where(turn == 0, small, large)
         begin = j * size
         end = tl.minimum(begin + size, length).to(tl.int32)
@@ -149,24 +147,17 @@ def _merge_splits(
     sight = tl.where((token < end) & (length > 0), length - end + token + 1, 0).to(tl.int32)
     size = _split_size(sight, SPLITS, GRAIN)
     d = pid % CHUNKS * BLOCK_D + tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    peak = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    for j0 in range(0, splits, BLOCK_J):
-        j = j0 + tl.arange(0, BLOCK_J)
-        live = j * size < sight  # splits behind the last key were never written
-        part = row * splits + j
-        inside = live[:, None] & (d < D)[None, :]
-        parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
-        peaks = tl.load(stats_ptr + part * 2, mask=live, other=float("-inf"))
-        totals = tl.load(stats_ptr + part * 2 + 1, mask=live, other=0.0)
-        higher = tl.maximum(peak, tl.max(peaks, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(peaks - base)
-        decay = tl.exp2(peak - base)
-        acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
-        total = total * decay + tl.sum(weights * totals, 0)
-        peak = higher
+    j = tl.arange(0, BLOCK_J)
+    live = j * size < sight  # splits behind the last key were never written
+    part = row * splits + j
+    inside = live[:, None] & (d < D)[None, :]
+    parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
+    peaks = tl.load(stats_ptr + part * 2, mask=live, other=float("-inf"))
+    totals = tl.load(stats_ptr + part * 2 + 1, mask=live, other=0.0)
+    peak = tl.max(peaks, 0)
+    weights = tl.exp2(peaks - tl.where(peak == float("-inf"), 0.0, peak))
+    acc = tl.sum(weights[:, None] * parts, 0)
+    total = tl.sum(weights * totals, 0)
     if v_scale_ptr is not None:
         acc *= tl.load(v_scale_ptr)
     out = (acc / tl.where(total == 0.0, 1.0, total)).to(out_ptr.dtype.element_ty)
@@ -228,7 +219,8 @@ def attend_decode(
     columns = min(MERGE_D, next_pow2(width))
     launch(
         _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
-        D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=MERGE_J, BLOCK_D=columns, num_warps=4,
+        D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=next_pow2(target * 3 // 2), BLOCK_D=columns,
+        num_warps=4 if target <= 64 else 8,
     )  # fmt: skip
     return out
 
@@ -268,10 +260,12 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    # wgmma, from 64 rows on, keeps one block of keys more than mma.sync does at as many stages:
-    # either way two programs of a multiprocessor hold three blocks each
-    stages = 3 if case.new * (case.H // case.Hkv) > 32 else 4
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=stages, SPLITS=64)
+    if case.new * (case.H // case.Hkv) > 32:  # wide partial results: fewer of them
+        # the look-up of ancestors takes registers that four warps do not have on sm_100
+        warps = 8 if case.tree else 4
+        return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=warps, num_stages=3, SPLITS=64)
+    # left to itself, ptxas spills a few bytes to fit one more block into the registers
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=128, maxnreg=224)
 
 
 ATTEND_DECODE = KernelSpec(
@@ -285,7 +279,7 @@ ATTEND_DECODE = KernelSpec(
     ],
     small=[
         Case(H=8, Hkv=2, Dh=32, page=16, fp8=0, new=2, tree=0),
-        Case(H=3, Hkv=3, Dh=24, page=32, fp8=0, new=1, tree=0),
+        Case(H=3, Hkv=3, Dh=24, page=16, fp8=0, new=1, tree=0),
         Case(H=32, Hkv=1, Dh=16, page=16, fp8=1, new=5, tree=1),
         Case(H=16, Hkv=1, Dh=64, page=16, fp8=0, new=4, tree=1),
         Case(H=5, Hkv=1, Dh=37, page=16, fp8=1, new=3, tree=0),

@@ -82,22 +82,18 @@ def descends(n, position, context, parents_idx, drafts):
 
 
 @triton.jit
-def sees(n0, position, context, parents_idx, drafts, ROWS: tl.constexpr):
-    """bool [M, ROWS]: which of the keys n0.. each row sees."""
-    n = n0 + tl.arange(0, ROWS)
-    visible = n[None, :] <= position[:, None]
-    if parents_idx is not None:
-        visible = descends(n, position, context, parents_idx, drafts)
-    return visible
-
-
-@triton.jit
-def weigh(raw, visible, scale, level, MASKED: tl.constexpr):
-    """The unnormalised weights of scores [M, ROWS] against each row's level."""
-    p = tl.exp2(tl.fma(raw, scale, -level[:, None]))
+def scores(
+    q, k, n0, position, context, parents_idx, drafts, ROWS: tl.constexpr, MASKED: tl.constexpr
+):
+    """q k^T [M, ROWS], unscaled; -inf where a row does not see the key."""
+    raw = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
-        p = tl.where(visible, p, 0.0)
-    return p
+        n = n0 + tl.arange(0, ROWS)
+        visible = n[None, :] <= position[:, None]
+        if parents_idx is not None:
+            visible = descends(n, position, context, parents_idx, drafts)
+        raw = tl.where(visible, raw, float("-inf"))
+    return raw
 
 
 @triton.jit
@@ -119,39 +115,29 @@ def attend_keys(
     page = pages_at(pages_idx, begin, end, PAGE, ROWS)
     if HALVES == 2:
         page2 = pages_at(pages_idx, begin + ROWS, end, PAGE, ROWS)
-    for n0 in range(begin, end, BLOCK_N):
+    STAGES: tl.constexpr = 2 if MASKED else None  # a step or two: not worth a deep pipeline
+    for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         ahead = pages_at(pages_idx, n0 + BLOCK_N, end, PAGE, ROWS)
         base, cell = cells(page, n0, page_stride, row_stride, PAGE, ROWS)
         k = fetch(k_ptr, base, cell, n0, end, D, BLOCK_D, MASKED).to(q.dtype)
-        raw = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, ROWS]
-        visible = None
-        seen = raw
-        if MASKED:
-            visible = sees(n0, position, context, parents_idx, drafts, ROWS)
-            seen = tl.where(visible, raw, float("-inf"))
-        top = tl.max(seen, 1)
+        raw = scores(q, k, n0, position, context, parents_idx, drafts, ROWS, MASKED)
+        top = tl.max(raw, 1)
         if HALVES == 2:
             n2 = n0 + ROWS
             ahead2 = pages_at(pages_idx, n2 + BLOCK_N, end, PAGE, ROWS)
             base2, cell2 = cells(page2, n2, page_stride, row_stride, PAGE, ROWS)
             k2 = fetch(k_ptr, base2, cell2, n2, end, D, BLOCK_D, MASKED).to(q.dtype)
-            raw2 = tl.dot(q, tl.trans(k2), input_precision="ieee")
-            visible2 = None
-            seen2 = raw2
-            if MASKED:
-                visible2 = sees(n2, position, context, parents_idx, drafts, ROWS)
-                seen2 = tl.where(visible2, raw2, float("-inf"))
-            top = tl.maximum(top, tl.max(seen2, 1))
+            raw2 = scores(q, k2, n2, position, context, parents_idx, drafts, ROWS, MASKED)
+            top = tl.maximum(top, tl.max(raw2, 1))
         higher = tl.maximum(peak, top * scale)
         level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no key yet
         decay = tl.exp2(peak - level)
-        acc = acc * decay[:, None]
-        p = weigh(raw, visible, scale, level, MASKED)
+        p = tl.exp2(tl.fma(raw, scale, -level[:, None]))
         total = total * decay + tl.sum(p, 1)
         v = fetch(v_ptr, base, cell, n0, end, D, BLOCK_D, MASKED).to(q.dtype)
-        acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
         if HALVES == 2:
-            p2 = weigh(raw2, visible2, scale, level, MASKED)
+            p2 = tl.exp2(tl.fma(raw2, scale, -level[:, None]))
             total += tl.sum(p2, 1)
             v2 = fetch(v_ptr, base2, cell2, n2, end, D, BLOCK_D, MASKED).to(q.dtype)
             acc = tl.dot(p2.to(q.dtype), v2, acc, input_precision="ieee")

@@ -188,7 +188,6 @@ def test_tokens_on_both_sides_of_a_larger_split() -> None:
 
 
 def test_splits_of_a_long_context() -> None:
-    """More splits than a merging program takes in one step."""
     args = inputs([(2, 129 * GRAIN + 70)], ratio=2, page=128, dtype=torch.float32)
     tile = Tile(BLOCK_M=16, BLOCK_N=128, num_warps=4, num_stages=3, SPLITS=128)
     with use_tile("attend_decode", tile):
