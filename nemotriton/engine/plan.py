@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
 from nemotriton.engine.graphs import key_limits, ladder
 from nemotriton.errors import CapacityError
-from nemotriton.kernels.attention_decode import split_count
+from nemotriton.kernels.attention_decode import most_splits
 from nemotriton.model.config import LayerKind, ModelConfig
 
 DEFAULT_REQUESTS = 64
@@ -201,7 +201,7 @@ class _Planner:
         scratch = 0
         if c.attention is not None:  # partial sums, and two numbers each
             width = c.attention.q_rows + 2 * c.attention.heads
-            scratch = rows * split_count(context + drafts) * width * 4
+            scratch = rows * most_splits(context + drafts) * width * 4
         step = rows * (self.row_bytes + 2 * c.vocab * 4) + scratch
         return int(_MARGIN * step) + shapes * len(c.kinds) * _RECORDED
 

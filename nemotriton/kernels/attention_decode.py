@@ -33,6 +33,7 @@ from nemotriton.kernels.paged import (
 )
 
 GRAIN = 128  # keys: a split is a multiple of it, and so of every BLOCK_N
+FINEST = 128  # the largest SPLITS of a tile
 MERGE_D = 32  # columns of one head that a merging program takes: at batch 1 it fills the card
 
 
@@ -57,7 +58,7 @@ def attend_decode_ref(
     )
 
 
-def most_splits(keys: int, target: int) -> int:
+def most_splits(keys: int, target: int = FINEST) -> int:
     """The largest number of splits of any token that sees up to so many keys."""
     return min(cdiv(max(keys, 0), GRAIN), target * 3 // 2)
 
@@ -265,7 +266,7 @@ def _decode_default(case: Case, tokens: int) -> Tile:
         warps = 8 if case.tree else 4
         return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=warps, num_stages=3, SPLITS=64)
     # left to itself, ptxas spills a few bytes to fit one more block into the registers
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=128, maxnreg=224)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=FINEST, maxnreg=224)
 
 
 ATTEND_DECODE = KernelSpec(
@@ -290,7 +291,7 @@ ATTEND_DECODE = KernelSpec(
         Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits)
         for n, w in ((64, 4), (64, 8), (128, 4), (128, 8))
         for s in ((3, 4, 5) if n == 64 else (3,))
-        for splits in (64, 128)
+        for splits in (64, FINEST)
     ],
     default=_decode_default,
     cost=_decode_cost,
