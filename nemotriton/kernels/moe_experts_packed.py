@@ -49,6 +49,7 @@ from nemotriton.kernels.quantize import check_scale
 DTYPES = (torch.bfloat16, torch.float16)
 TABLE_BLOCKS = 8  # blocks of a program that writes tables
 ORDER_COLUMNS = 1024  # columns of a program that orders x
+COMBINE_PROGRAMS = 256  # so many add rows up, where columns suffice: that keeps the last one short
 
 
 # --------------------------------------------------------------------------------------------- twin
@@ -120,6 +121,8 @@ def run_experts_packed(
     )  # fmt: skip
     count = K * plan.split
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
+    while T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
+        block_l //= 2
     launch(
         _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
         COUNT=count, BLOCK_R=next_pow2(count), BLOCK_L=block_l, PDL=plan.pdl, num_warps=4,
