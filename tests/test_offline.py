@@ -92,6 +92,7 @@ def test_jobs_cover_every_op_and_bad_names_are_refused() -> None:
     todo = offline.jobs([], [ModelConfig.preset("super-120b")], [90, 100])
     assert {j.op for j in todo} == set(SPECS)
     assert {j.arch for j in todo} == {90, 100}
+    assert {j.arch for j in todo if j.op == "run_experts_packed"} == {90}
     with pytest.raises(UnsupportedError, match="no kernel 'rms'"):
         offline.jobs(["rms"], [], [90])
     with pytest.raises(UnsupportedError, match="unknown architecture 'sm_70'"):

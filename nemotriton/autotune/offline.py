@@ -70,7 +70,8 @@ def jobs(
 ) -> list[Job]:
     """The distinct compilations that the kernels need for these models.
 
-    A kernel that has none of `dtypes` is compiled in its first."""
+    A kernel that has none of `dtypes` is compiled in its first, and one that is written for some
+    architectures only for those."""
     for name in kernels:
         require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
     seen: dict[tuple[str, Case, str, Tile, int], Job] = {}
@@ -83,7 +84,7 @@ def jobs(
             for tile in {**dict.fromkeys(defaults), **tiles}:
                 tokens = defaults.get(tile, max(t for t in spec.tokens if t <= 1024))
                 for dtype in [d for d in dtypes if d in spec.dtypes] or spec.dtypes[:1]:
-                    for arch in arches:
+                    for arch in [a for a in arches if a in (spec.arches or arches)]:
                         job = Job(name, case, tokens, dtype, tile, tile in defaults, arch)
                         seen.setdefault((name, case, dtype, tile, arch), job)
     return list(seen.values())

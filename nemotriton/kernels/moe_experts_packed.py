@@ -272,6 +272,14 @@ def _tiles(case: Case) -> list[Tile]:
     return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
 
 
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Pairs for a few tokens, mma.sync while an expert has a few, high tiles for many."""
+    if tile["PAIR"]:
+        return tokens <= 8
+    height = max(int(tile["UP_M"]), int(tile["DOWN_M"]))
+    return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
+
+
 def _default(case: Case, tokens: int) -> Tile:
     """By pairs while they are few, then by the pairs of a mean expert."""
     pairs, per_expert = tokens * case.K, tokens * case.K / case.E
@@ -337,4 +345,6 @@ RUN_EXPERTS_PACKED = KernelSpec(
     cost=RUN_EXPERTS_NVFP4.cost,
     per_token=("x",),
     strided=("x",),
+    suits=_suits,
+    arches=(90,),
 )

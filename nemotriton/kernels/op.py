@@ -150,7 +150,8 @@ class KernelSpec:
     `strided` those whose row stride is free (the tests embed them in wider, misaligned tensors).
     `terms` is the length of the longest sum behind one output element. `suits` says which tiles the
     sweep measures at a number of tokens. `meaning` turns named tensors that hold codes into the
-    numbers they mean: those are what is compared, and what the oracle starts from.
+    numbers they mean: those are what is compared, and what the oracle starts from. `arches` names
+    the compute capabilities (90 is 9.0) that the kernels are written for, if not for all.
     """
 
     op: "Op[..., Any]"
@@ -171,6 +172,7 @@ class KernelSpec:
     terms: Callable[[Case], int] = lambda case: 1
     meaning: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     suits: Callable[[Tile, int], bool] = lambda tile, tokens: True
+    arches: Sequence[int] = ()
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
 

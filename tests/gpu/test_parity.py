@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nemotriton.kernels  # noqa: F401  (registers the specs)
+from nemotriton import device
 from nemotriton.autotune import parity
 from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile, use_tile
 from nemotriton.model.config import ModelConfig
@@ -38,6 +39,12 @@ def free_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+def skip_other_arches(spec: KernelSpec, cuda: torch.device) -> None:
+    major, minor = device.info(cuda).capability
+    if spec.arches and 10 * major + minor not in spec.arches:
+        pytest.skip(f"written for {spec.arches}")
+
+
 def widths(spec: KernelSpec) -> list[Case]:
     return list(dict.fromkeys(c for p in PRESETS for c in spec.cases(ModelConfig.preset(p))))
 
@@ -53,6 +60,7 @@ FULL = [
 
 @pytest.mark.parametrize("spec,case,T,dtype", FULL)
 def test_full_width(spec: KernelSpec, case: Case, T: int, dtype: str, cuda: torch.device) -> None:
+    skip_other_arches(spec, cuda)
     seed = zlib.crc32(f"{spec.op.name}{case}{T}{dtype}".encode())
     verdict = parity.check(spec, case, T, cuda, DTYPES[dtype], seed=seed)
     assert verdict.ok, verdict.detail
@@ -64,6 +72,7 @@ def test_every_tile_is_right_and_repeats_its_bits(
     spec: KernelSpec, T: int, cuda: torch.device
 ) -> None:
     """A race shows as a hash that moves; the register hazard of wgmma does so too."""
+    skip_other_arches(spec, cuda)
     case = widths(spec)[0]
     dtype = DTYPES[spec.dtypes[0]]
     args = spec.make(case, T, cuda, dtype, parity.generator(1, cuda))
