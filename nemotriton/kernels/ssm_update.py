@@ -330,6 +330,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         lane = min(2 * lane, 64)  # half the bytes, or a quarter
     if case.NEW > 1:
         lane = min(lane, 32)  # the next token's inputs, or a path's state, take registers too
+    if case.TREE and case.STATE in ("fp16-sr", "int16"):
+        lane = min(lane, 16)  # and so does their rounding: 32 spill
     rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
     return Tile(BLOCK_P=rows, BLOCK_N=width, num_warps=1, num_stages=1)
 
