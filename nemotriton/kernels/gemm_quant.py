@@ -329,7 +329,7 @@ def _make_nvfp4(
     }
 
 
-def _sizes(config: Any) -> list[tuple[int, int]]:
+def quantised_sizes(config: Any) -> list[tuple[int, int]]:
     """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
     width = config.width
     m = config.mamba
@@ -419,7 +419,9 @@ def _spec(
         terms=lambda case: case.K,
         op=wrapper,
         kernels=(_matmul_quant, _sum_splits, _stream, _square),
-        cases=lambda config: [Case(N=n, K=k, Q=q) for n, k in _sizes(config) for q in quantised],
+        cases=lambda config: [
+            Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in quantised
+        ],
         small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0)],
         tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
         make=make,

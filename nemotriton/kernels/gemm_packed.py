@@ -1,0 +1,353 @@
+"""Linear layers with NVFP4 weights repacked for Hopper: y = epilogue(scale * (x V^T) + bias).
+
+V are the stored values e2m1 * block scale, decoded in registers from `hopper_pack`'s words; x stays
+in 16 bits (w4a16). Numbers and rounding are those of `gemm_quant.nvfp4_matmul`.
+
+Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies BLOCK_K
+columns of its own by mma.sync. x's columns are brought into the words' order in registers, which
+is free; that form needs neither a copy of x nor gathering loads. More tokens take wgmma, whose right
+operand comes from shared memory: there x is copied into the words' order first (`_order`).
+
+x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.errors import require
+from nemotriton.kernels.fp4 import random_nvfp4
+from nemotriton.kernels.gemm import _sum_splits, check_rows
+from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref, quantised_sizes
+from nemotriton.kernels.gemm_stream import finish
+from nemotriton.kernels.hopper_pack import (
+    TILE,
+    WEIGHT_UNIT,
+    WORDS,
+    fragments,
+    pack_hopper,
+    packed_product,
+    position_column,
+    tiles_of,
+    unpack_hopper,
+)
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+    target,
+)
+from nemotriton.kernels.quantize import check_scale
+
+X_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def packed_matmul_ref(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    rows: int,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    epilogue: str = "none",
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Twin of `packed_matmul`."""
+    stored = unpack_hopper(words, rows, x.shape[1])
+    return nvfp4_matmul_ref(x, *stored, global_scale, None, bias, epilogue, residual, out_dtype)
+
+
+# ---------------------------------------------------------------------------------------- kernels
+@triton.jit
+def _to_words_order(x, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):
+    """x [SLICES, BLOCK_K, BLOCK_T] with its columns in mma.sync's `k_order`."""
+    # 64 | lane, kt's upper bit, kt's lower bit, column pair, column -> 64 | 1, 3, 0, 2, 4
+    x = x.reshape(SLICES, BLOCK_K // 64, 4, 2, 2, 2, 2, BLOCK_T)
+    return x.trans(0, 1, 3, 5, 2, 4, 6, 7).reshape(SLICES, BLOCK_K, BLOCK_T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _stream_packed(
+    x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr,
+    x_stride, r_stride, T, N, K,
+    RELU2: tl.constexpr, EVEN_K: tl.constexpr, K_TILES: tl.constexpr, ASM: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of BLOCK_T tokens; SLICES * BLOCK_K columns a step, BLOCK_K 64 or 128."""
+    NB: tl.constexpr = BLOCK_N // 16
+    PARTS: tl.constexpr = 128 // BLOCK_K  # slices to a tile's columns
+    TILES: tl.constexpr = SLICES // PARTS  # tiles of a step
+    STEPS: tl.constexpr = (K_TILES + TILES - 1) // TILES
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tile_n = pid % tiles_n
+    t = pid // tiles_n * BLOCK_T + tl.arange(0, BLOCK_T)
+    row = tl.arange(0, SLICES * NB)  # slice, block of 16 rows
+    part = row // NB % PARTS
+    ahead = row // NB // PARTS
+    block = tile_n * NB + row % NB
+    at = words_ptr + block // 8 * (K_TILES * WORDS) + ahead * WORDS
+    w_at = (at + block % 8 * 256 + part * 128)[:, None] + tl.arange(0, 2 * BLOCK_K)[None, :]
+    s_at = (at + 2048 + block % 8 * 32)[:, None] + tl.arange(0, 32)[None, :]
+    k = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    live = (t < T)[None, None, :]
+    x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]
+
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
+    for step in range(STEPS):
+        if EVEN_K:
+            words = tl.load(w_at).to(tl.uint32, bitcast=True)
+            scales = tl.load(s_at).to(tl.uint32, bitcast=True)
+            x = tl.load(x_at, mask=live, other=0.0)
+        else:
+            there = (ahead + step * TILES < K_TILES)[:, None]
+            words = tl.load(w_at, mask=there, other=0).to(tl.uint32, bitcast=True)
+            scales = tl.load(s_at, mask=there, other=0).to(tl.uint32, bitcast=True)
+            left = k + step * (SLICES * BLOCK_K) < K
+            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
+        if PARTS == 2:
+            scales = scales >> (part * 16)[:, None].to(tl.uint32)
+        w = fragments(words, scales, SLICES * NB, BLOCK_K // 64, ASM, True).to(x.dtype)
+        w = w.reshape(SLICES, BLOCK_N, BLOCK_K)
+        x = _to_words_order(x, SLICES, BLOCK_K, BLOCK_T)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        w_at += TILES * WORDS
+        s_at += TILES * WORDS
+        x_at += SLICES * BLOCK_K
+
+    y = tl.sum(acc, 0) * (tl.load(scale_ptr) * WEIGHT_UNIT)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    finish(y, b_ptr, r_ptr, y_ptr, t[None, :], n[:, None], T, N, r_stride, RELU2)
+
+
+@triton.jit
+def _order(x_ptr, y_ptr, x_stride, K, W, BLOCK_K: tl.constexpr):
+    """BLOCK_K columns of a row of x in wgmma's `k_order`, with zeros up to W columns."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(W, BLOCK_K)
+    t, k = pid // blocks, pid % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    column = position_column(k, False)
+    x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0)
+    tl.store(y_ptr + t * W + k, x, mask=k < W)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _packed(
+    x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr, r_stride, T, N,
+    RELU2: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs over one of SPLITS parts of K; x [T, 128 K_TILES] in `k_order`."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_t = tl.cdiv(T, BLOCK_T)
+    split = pid // (tiles_n * tiles_t)
+    pid = pid % (tiles_n * tiles_t)
+    first = pid // (GROUP * tiles_n) * GROUP  # GROUP rows of tiles at a time, column by column
+    rows = tl.minimum(tiles_t - first, GROUP)
+    t = (first + pid % rows) * BLOCK_T + tl.arange(0, BLOCK_T)
+    tile_n = pid % (GROUP * tiles_n) // rows
+    x_rows = x_ptr + tl.minimum(t, T - 1) * (128 * K_TILES)
+    acc = packed_product(
+        x_rows, t < T, words_ptr, tile_n, split * STEPS, 128 * K_TILES,
+        STEPS, K_TILES, False, True, BLOCK_T, BLOCK_N, BLOCK_K, STAGES, ASM, False,
+    )  # fmt: skip
+    acc *= tl.load(scale_ptr) * WEIGHT_UNIT
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    y_ptr += split * T * N  # one plane of partial sums a split
+    finish(acc, b_ptr, r_ptr, y_ptr, t[None, :], n[:, None], T, N, r_stride, RELU2)
+
+
+# --------------------------------------------------------------------------------------------- op
+@op(ref=packed_matmul_ref)
+def packed_matmul(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    rows: int,
+    global_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    epilogue: str = "none",
+    residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """epilogue(global_scale * (x w^T) + bias) for x [T, K] and a packed NVFP4 w [rows, K]: [T, rows].
+
+    UnsupportedError for x in fp32: `gemm_quant.nvfp4_matmul` takes that, on unpacked weights."""
+    require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
+    T, K = x.shape
+    shape = (tiles_of(rows), tiles_of(K), WORDS.value)
+    require(
+        words.shape == shape and words.dtype == torch.int32 and words.is_contiguous(),
+        f"words of shape {tuple(words.shape)} are not a packed matrix [{rows}, {K}]",
+    )
+    require(x.dtype in X_DTYPES, f"x must be bf16 or fp16, got {x.dtype}")
+    check_rows(x, rows, bias, epilogue, residual)
+    check_scale(global_scale, "the weight's scale")
+    y = torch.empty((T, rows), dtype=out_dtype or x.dtype, device=x.device)
+    tile = PACKED_MATMUL.tile(T, x, N=rows, K=K)
+    run = _run_stream if "STREAM" in tile else _run_tiles
+    run(x, words, global_scale, bias, epilogue == "relu2", residual, y, tile)
+    return y
+
+
+def _run_stream(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    squared: bool,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    (T, K), N = x.shape, y.shape[1]
+    slices, k_tiles = int(tile["num_warps"]), words.shape[1]
+    even = K % (slices * int(tile["BLOCK_K"])) == 0
+    grid = (cdiv(N, int(tile["BLOCK_N"])) * cdiv(T, int(tile["BLOCK_T"])),)
+    r_stride = 0 if residual is None else residual.stride(0)
+    args = (x, words, scale, bias, residual, y, x.stride(0), r_stride, T, N, K)
+    constants = {"EVEN_K": even, "K_TILES": k_tiles, "SLICES": slices}
+    blocks = {k: v for k, v in tile.items() if k not in ("STREAM", "ASM")}
+    asm = bool(tile["ASM"]) and target(x.device) >= 90
+    launch(_stream_packed, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks)
+
+
+def _run_tiles(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    squared: bool,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    (T, K), N = x.shape, y.shape[1]
+    k_tiles = words.shape[1]
+    width = k_tiles * TILE
+    ordered = torch.empty((T, width), dtype=x.dtype, device=x.device)
+    order = (x, ordered, x.stride(0), K, width)
+    launch(_order, (T * cdiv(width, 1024),), *order, BLOCK_K=1024, num_warps=4)
+    steps = width // int(tile["BLOCK_K"])
+    splits = next(s for s in range(int(tile["SPLITS"]), 0, -1) if k_tiles % s == 0)
+    asm = bool(tile["ASM"]) and target(x.device) >= 90
+    blocks = tile.but(SPLITS=splits, STAGES=tile["num_stages"], ASM=asm)
+    constants = {"K_TILES": k_tiles, "STEPS": steps // splits}
+    r_stride = 0 if residual is None else residual.stride(0)
+    grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
+    if splits == 1:
+        args = (ordered, words, scale, bias, residual, y, r_stride, T, N)
+        launch(_packed, grid, *args, RELU2=squared, **constants, **blocks)
+        return
+    parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
+    args = (ordered, words, scale, None, None, parts, r_stride, T, N)
+    launch(_packed, grid, *args, RELU2=False, **constants, **blocks)
+    block = min(512, next_pow2(N))
+    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
+    sums = (parts, bias, residual, y, r_stride, T, N)
+    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+
+
+# ------------------------------------------------------------------------------------------- spec
+def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
+    stored = random_nvfp4((case.N, case.K), dev, rng)
+    return {
+        "x": torch.randn(T, case.K, generator=rng, device=dev).to(dtype),
+        "words": pack_hopper(*stored),
+        "rows": case.N,
+        "global_scale": torch.full((), 0.3 * case.K**-0.5, device=dev),
+    }
+
+
+# (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages)
+_STREAM = (
+    (8, 32, 128, 4, 3),
+    (8, 64, 128, 4, 3),
+    (8, 64, 64, 8, 4),
+    (8, 16, 128, 8, 3),
+    (16, 64, 128, 4, 3),
+    (16, 128, 64, 8, 3),
+    (16, 32, 128, 8, 3),
+)
+_MANY = (
+    (32, 128, 128, 4, 3),
+    (64, 128, 128, 4, 3),
+    (64, 128, 128, 8, 3),
+    (128, 128, 64, 8, 3),
+    (128, 64, 64, 4, 4),
+)
+STREAM_TOKENS = 16
+
+
+def _stream_tile(shape: tuple[int, int, int, int, int], asm: bool = True) -> Tile:
+    t, n, k, warps, stages = shape
+    tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, ASM=asm)
+    return tile.but(num_stages=stages)
+
+
+def _many_tile(case: Case, shape: tuple[int, int, int, int, int]) -> Tile:
+    t, n, k, warps, stages = shape
+    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages, ASM=True)
+    splits = 1
+    while t <= 64 and splits < 8 and cdiv(case.N, n) * splits * 2 <= 264:
+        if 512 * splits > case.K:
+            break
+        splits *= 2
+    return tile.but(SPLITS=splits, GROUP=8)
+
+
+def _default(case: Case, tokens: int) -> Tile:
+    """As many programs as a large GPU holds at once, where there are so many rows."""
+    if tokens <= STREAM_TOKENS:
+        t = 8 if tokens <= 8 else 16
+        if case.N >= 8192:
+            return _stream_tile((t, 32 if tokens <= 4 else 64, 128, 4, 3))
+        return _stream_tile((t, 16 if t == 8 else 32, 128, 8, 3))
+    shape = _MANY[0] if tokens <= 32 else _MANY[1] if tokens <= 64 else _MANY[2]
+    return _many_tile(case, shape)
+
+
+def _tiles(case: Case) -> list[Tile]:
+    plain = [_stream_tile(_STREAM[0], asm=False), _stream_tile(_STREAM[4], asm=False)]
+    many = [_many_tile(case, shape) for shape in _MANY]
+    return [*map(_stream_tile, _STREAM), *plain, *many]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if "STREAM" in tile:
+        return tokens <= STREAM_TOKENS and tile["BLOCK_T"] == max(8, next_pow2(tokens))
+    return tokens > STREAM_TOKENS and tile["BLOCK_T"] <= max(32, next_pow2(tokens))
+
+
+def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    moved = 0.5625 * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
+    return Cost(2 * T * case.N * case.K, int(moved))
+
+
+PACKED_MATMUL = KernelSpec(
+    terms=lambda case: case.K,
+    op=packed_matmul,
+    kernels=(_stream_packed, _order, _packed, _sum_splits, packed_product),
+    cases=lambda config: [Case(N=n, K=k) for n, k in quantised_sizes(config)],
+    small=[Case(N=80, K=336), Case(N=37, K=80), Case(N=160, K=1040)],
+    tokens=(4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
+    make=_make,
+    tiles=_tiles,
+    suits=_suits,
+    default=_default,
+    cost=_cost,
+    dtypes=("bf16", "fp16"),
+    small_tokens=(0, 1, 17),
+    per_token=("x",),
+    strided=("x",),
+)
