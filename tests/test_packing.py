@@ -10,8 +10,8 @@ from nemotriton.engine.llm import LLM
 from nemotriton.kernels.hopper_pack import packed_bytes
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected, matrices
-from nemotriton.model.formats import Algorithm, QuantScheme
-from nemotriton.model.layers import Experts
+from nemotriton.model.formats import Algorithm, Format, QuantScheme
+from nemotriton.model.layers import Experts, Linear
 from nemotriton.model.packing import forced_packing, packs_for_hopper, padding_bytes
 from nemotriton.model.release_schemes import release_scheme
 from nemotriton.model.synth import write_checkpoint
@@ -49,7 +49,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_padding_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Super's experts are whole tiles; Nano's width is half a tile short."""
+    """Super's matrices are whole tiles; Nano's experts and in-projections are half a tile short."""
 
     def extra(name: str, act_quant: bool = False) -> int:
         config = ModelConfig.preset(name)
@@ -60,7 +60,10 @@ def test_what_padding_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extra("super-120b") == 0
     nano = ModelConfig.preset("nano-30b")
     layers, experts = len(nano.moe_layers), nano.moes[nano.moe_layers[0]].experts
-    assert extra("nano-30b") == layers * experts * 2 * 64 * 2688 * 9 // 16
+    short = layers * experts * 2 + len(nano.mamba_layers)
+    release = release_scheme(nano, "nvfp4")
+    bf16 = [m for m in matrices(nano) if m.endswith("in_proj") and release.of(m) is Format.BF16]
+    assert extra("nano-30b") == (short - len(bf16)) * 64 * 2688 * 9 // 16
     assert extra("nano-30b", act_quant=True) == 0
     capability(monkeypatch, 10, 0)
     assert extra("nano-30b") == 0
@@ -86,7 +89,7 @@ def test_a_packed_model_gives_the_same_bits(latent: bool, tmp_path: Path) -> Non
     assert torch.equal(found, want)
     assert all(layer.packed for layer in layers)
     assert all(layer.ordered == latent for layer in layers)
-    assert "NVFP4 expert matrices are repacked for Hopper" in notes
+    assert "NVFP4 matrices are repacked for Hopper" in notes
     up = layers[0].up_proj
     left = {name for name, _ in up.named_parameters()}
     assert left == {"words", "weight_scale_2", "input_scale"}, "only the packed copy stays"
@@ -113,3 +116,20 @@ def test_latent_projections_in_any_format_give_columns_in_order(
     found, layers, _ = logits(tmp_path / "m", True)
     assert torch.equal(found, want)
     assert all(layer.ordered for layer in layers)
+
+
+@pytest.mark.parametrize("flavour", ["all nvfp4", "weight only", "lm_head nvfp4"])
+def test_dense_matrices_are_packed_too(flavour: str, tmp_path: Path) -> None:
+    """The head among them; biases and epilogues stay where they are."""
+    FLAVOURS[flavour](tmp_path / "m")
+    want, _, _ = logits(tmp_path / "m", False)
+    with forced_packing(True), LLM(tmp_path / "m", **LIMITS) as llm:
+        model = llm.runner.model
+        found, _ = harness.run(model, IDS, [39, -1])
+    assert torch.equal(found, want)
+    dense = [m for m in model.modules() if isinstance(m, Linear) and m.storage is Format.NVFP4]
+    assert model.lm_head in dense
+    for layer in dense:
+        left = {name for name, _ in layer.named_parameters()}
+        assert "words" in left
+        assert not left & {"weight", "weight_scale"}

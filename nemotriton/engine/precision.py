@@ -26,7 +26,7 @@ from nemotriton.kernels.ssm_state import NOISE_GROUP
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
 from nemotriton.model.formats import Algorithm, QuantScheme
-from nemotriton.model.layers import Experts
+from nemotriton.model.layers import Experts, Linear, Matrix
 
 KV_DTYPES = ("auto", "bf16", "fp8")
 Dtype = str | torch.dtype | None
@@ -157,14 +157,19 @@ def weight_notes(
 
 def packing_notes(model: nn.Module) -> list[str]:
     """One line where matrices have left the checkpoint's layout."""
-    layers = [m for m in model.modules() if isinstance(m, Experts) and m.packed]
-    if not layers:
+    matrices: list[Matrix] = []
+    for module in model.modules():
+        if isinstance(module, Experts) and module.packed:
+            matrices += [module.up_proj, module.down_proj]
+        elif isinstance(module, Linear) and module.packed:
+            matrices.append(module)
+    if not matrices:
         return []
-    matrices = sum(2 * layer.up_proj.words.shape[0] for layer in layers)
-    nbytes = sum(m.words.nbytes for layer in layers for m in (layer.up_proj, layer.down_proj))
+    count = sum(m.words.shape[0] if m.words.ndim == 4 else 1 for m in matrices)
+    nbytes = sum(m.words.nbytes for m in matrices)
     return [
-        f"{matrices:,} NVFP4 expert matrices are repacked for Hopper, {nbytes / 1e9:,.1f} GB, and "
-        "decoded in registers"
+        f"{count:,} NVFP4 matrices are repacked for Hopper, {nbytes / 1e9:,.1f} GB, and decoded in "
+        "registers"
     ]
 
 

@@ -5,13 +5,11 @@ in 16 bits (w4a16). Numbers and rounding are those of `gemm_quant.nvfp4_matmul`.
 
 Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies BLOCK_K
 columns of its own by mma.sync. x's columns are brought into the words' order in registers, which
-is free; that form needs neither a copy of x nor gathering loads. More tokens take wgmma, whose right
-operand comes from shared memory: there x is copied into the words' order first (`_order`).
+is free; that form needs neither a copy of x nor gathering loads. More tokens take wgmma, whose
+right operand comes from shared memory: there x is copied into the words' order first (`_order`).
 
 x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -179,7 +177,7 @@ def packed_matmul(
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """epilogue(global_scale * (x w^T) + bias) for x [T, K] and a packed NVFP4 w [rows, K]: [T, rows].
+    """epilogue(global_scale * (x w^T) + bias) for x [T, K], packed NVFP4 w [rows, K]: [T, rows].
 
     UnsupportedError for x in fp32: `gemm_quant.nvfp4_matmul` takes that, on unpacked weights."""
     require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")

@@ -27,6 +27,7 @@ from nemotriton.kernels import (
     fp8_matmul,
     matmul,
     nvfp4_matmul,
+    packed_matmul,
     rms_norm,
     run_experts,
     run_experts_fp8,
@@ -98,6 +99,8 @@ class Matrix(nn.Module):
         words = pack_hopper(self.weight.detach(), self.weight_scale.detach())
         del self.weight, self.weight_scale
         self.register_parameter("words", nn.Parameter(words, requires_grad=False))
+        if words.is_cuda:  # packed tensors do not fit where codes have been
+            torch.cuda.empty_cache()
 
     def permute_rows(self, order: torch.Tensor) -> None:
         """Reorder the rows, and with them the product's columns."""
@@ -109,11 +112,24 @@ class Matrix(nn.Module):
 
 
 class Linear(Matrix):
-    """y = epilogue(x W^T + b), W [rows, cols] in any format."""
+    """y = epilogue(x W^T + b), W [rows, cols] in any format; `packed`: repacked for Hopper."""
 
     def __init__(self, rows: int, cols: int, scope: Scope, bias: bool = False) -> None:
         super().__init__(rows, cols, scope)
         self.bias = parameter((rows,), scope.dtype, scope.device) if bias else None
+        self.rows = rows
+        self.packable = (
+            self.storage is Format.NVFP4
+            and not self.quantises
+            and packs_for_hopper(rows, cols, scope.dtype, scope.device)
+        )
+        self.packed = False
+
+    def prepare(self) -> None:
+        """Repack the loaded weight where this GPU wants that."""
+        if self.packable and not self.packed:
+            self.repack()
+            self.packed = True
 
     def forward(
         self,
@@ -123,14 +139,16 @@ class Linear(Matrix):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """x [T, cols] -> [T, rows]; epilogue "none", "relu2" or "residual" (adds `residual`)."""
-        bias, weight = self.bias, self.weight
+        bias, rest = self.bias, (epilogue, residual, out_dtype)
+        if self.packed:
+            return packed_matmul(x, self.words, self.rows, self.weight_scale_2, bias, *rest)
+        weight = self.weight
         if self.storage is Format.BF16:
-            return matmul(x, weight, bias, epilogue, residual, out_dtype)
+            return matmul(x, weight, bias, *rest)
         scale, inputs = self.weight_scale, self.used_input_scale
         if self.storage is Format.FP8:
-            return fp8_matmul(x, weight, scale, inputs, bias, epilogue, residual, out_dtype)
-        both = (scale, self.weight_scale_2)
-        return nvfp4_matmul(x, weight, *both, inputs, bias, epilogue, residual, out_dtype)
+            return fp8_matmul(x, weight, scale, inputs, bias, *rest)
+        return nvfp4_matmul(x, weight, scale, self.weight_scale_2, inputs, bias, *rest)
 
 
 class Embedding(nn.Module):
@@ -193,8 +211,6 @@ class Experts(nn.Module):
             for matrix in (self.up_proj, self.down_proj):
                 matrix.repack()
             self.packed = True
-            if self.up_proj.words.is_cuda:  # packed tensors do not fit where codes have been
-                torch.cuda.empty_cache()
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, L] -> the weighted sum over each token's experts, [T, L]."""

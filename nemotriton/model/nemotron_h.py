@@ -78,8 +78,8 @@ class NemotronH(nn.Module):
 
     def prepare(self) -> None:
         """Derive what is computed once from the weights."""
-        for module in self.modules():
-            if isinstance(module, MambaMixer | MoeMixer):
+        for module in self.modules():  # a mixer comes before its matrices
+            if isinstance(module, MambaMixer | MoeMixer | Linear):
                 module.prepare()
 
     def named_tensors(self) -> dict[str, torch.Tensor]:

@@ -2,8 +2,8 @@
 
 Hopper has no tensor core for 4-bit numbers: NVFP4 weights are decoded in registers there, which is
 fastest from words in the order of its fragments (`kernels.hopper_pack`). So on compute capability
-9.x, with 16-bit activations that are not quantised, NVFP4 experts are repacked once they are
-loaded, matrix by matrix, and only the packed words stay. Everything else runs on the checkpoint's
+9.x, with 16-bit activations that are not quantised, NVFP4 matrices are repacked once they are
+loaded, one by one, and only the packed words stay. Everything else runs on the checkpoint's
 own layout.
 """
 
@@ -27,7 +27,7 @@ _FORCED: ContextVar[bool | None] = ContextVar("packing forced", default=None)
 
 @contextlib.contextmanager
 def forced_packing(on: bool) -> Iterator[None]:
-    """Models made inside the block pack NVFP4 experts for Hopper, or do not, wherever they run and
+    """Models made inside the block pack NVFP4 matrices for Hopper, or do not, wherever they run and
     whatever their widths: for tests on other devices, and for comparing the two forms."""
     token = _FORCED.set(on)
     try:
@@ -37,8 +37,8 @@ def forced_packing(on: bool) -> Iterator[None]:
 
 
 def packs_for_hopper(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether NVFP4 experts [rows, cols], both ways round, with activations of `dtype` are to be
-    repacked on `device`."""
+    """Whether NVFP4 matrices [rows, cols], or the other way round, with activations of `dtype` are
+    to be repacked on `device`."""
     if dtype not in _DTYPES:
         return False
     forced = _FORCED.get()
@@ -51,12 +51,13 @@ def packs_for_hopper(rows: int, cols: int, dtype: torch.dtype, device: torch.dev
 def padding_bytes(
     expected: Mapping[str, Expected], act_quant: bool, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """What packed experts take beyond the bytes of a checkpoint's tensors."""
+    """What packed matrices take beyond the bytes of a checkpoint's tensors."""
     extra = 0
     for entry in expected.values():
-        if entry.role is not Role.CODES or not entry.experts or act_quant:
+        if entry.role is not Role.CODES or act_quant:
             continue
-        rows, cols = entry.shape[1], 2 * entry.shape[2]
+        rows, cols = entry.shape[-2], 2 * entry.shape[-1]
         if packs_for_hopper(rows, cols, dtype, device):
-            extra += entry.experts * (packed_bytes(rows, cols) - rows * cols * 9 // 16)
+            each = packed_bytes(rows, cols) - rows * cols * 9 // 16
+            extra += max(1, entry.experts) * each
     return extra

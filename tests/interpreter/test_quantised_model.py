@@ -10,7 +10,7 @@ from nemotriton.kernels.op import use
 from nemotriton.model.layers import Experts
 from nemotriton.model.packing import forced_packing
 from tests import harness
-from tests.flavours import super_mixed
+from tests.flavours import FLAVOURS, super_mixed
 
 IDS = torch.randint(3, 320, (7,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -27,9 +27,10 @@ def test_kernels_and_twins_agree_on_a_whole_model(act_quant: bool, tmp_path: Pat
     assert float((found - want).norm() / want.norm()) < 1e-5
 
 
-def test_packed_experts_in_a_whole_model(tmp_path: Path) -> None:
-    """bf16 on kernels with repacked experts: as near to the twins in fp32 as bf16 twins are."""
-    super_mixed(tmp_path / "m")
+@pytest.mark.parametrize("flavour", ["super-mixed", "all nvfp4"])
+def test_packed_matrices_in_a_whole_model(flavour: str, tmp_path: Path) -> None:
+    """bf16 on kernels with repacked weights: as near to the twins in fp32 as bf16 twins are."""
+    FLAVOURS[flavour](tmp_path / "m")
 
     def logits(dtype: str, packed: bool, kernels: bool) -> torch.Tensor:
         options = {"dtype": dtype, "device": "cpu", "max_context": 128}
