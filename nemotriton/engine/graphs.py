@@ -194,7 +194,7 @@ class DecodeSteps:
         Where that fails, as when memory runs out, steps run without graphs: `problem` says so,
         and a warning.
         """
-        start, free = time.perf_counter(), self._free()
+        start = time.perf_counter()
         shapes = self.shapes
         try:
             for i, shape in enumerate(shapes):
@@ -205,7 +205,6 @@ class DecodeSteps:
             if type(self.capture) is Direct:
                 raise
             self._give_up(shapes, problem)
-        self.bytes = max(free - self._free(), 0)
         self.seconds = time.perf_counter() - start
         self._compiled, self._tiles = compiled_variants(), tile_lookups()
 
@@ -215,7 +214,9 @@ class DecodeSteps:
         if shape.keys == self.keys[0]:  # other limits launch the same kernels
             for _, work in step.parts():
                 work()
+        free = self._free()
         self._parts[shape] = [(name, self.capture.record(work)) for name, work in step.parts()]
+        self.bytes += max(free - self._free(), 0)
 
     def _step(self, shape: StepShape) -> StaticStep:
         where = (self.inputs, self.memory, self.device)
@@ -229,6 +230,7 @@ class DecodeSteps:
         )
         log.warning(self.problem)
         self._parts.clear()
+        self.bytes = 0
         self.capture = Direct(self.device)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -115,24 +115,26 @@ class Scheduler:
             self._preempt(newest, step)
             if newest is request:
                 return False
-        request.pages += self.pages.take(max(missing, 0))
+        if missing > 0:
+            request.pages += self.pages.take(missing)
         return True
 
     def _deepen(self, request: Request) -> None:
         """Decide how many drafts the request gets: none that could not be kept, nor any page that
         others would have to be preempted for."""
         drafts = min(self.drafts, request.limit - len(request.output) - 1)
-        if self.pages is not None:
+        if drafts and self.pages is not None:
             room = len(request.pages) + self.pages.free
             drafts = min(drafts, room * self.page_size - request.length)
             missing = self.pages_for(request.length + drafts) - len(request.pages)
-            request.pages += self.pages.take(max(missing, 0))
+            if missing > 0:
+                request.pages += self.pages.take(missing)
         request.drafts = drafts
 
     def _give_back(self, request: Request, tokens: int) -> None:
         """Free the pages behind those of `tokens` tokens: only rejected drafts were in them."""
-        if self.pages is not None:
-            used = self.pages_for(tokens)
+        used = self.pages_for(tokens)
+        if self.pages is not None and len(request.pages) > used:
             self.pages.give(request.pages[used:])
             del request.pages[used:]
 
