@@ -185,3 +185,21 @@ def test_the_refusal_in_full() -> None:
 def test_largest(high: int, limit: int) -> None:
     assert largest(lambda n: n <= limit, 1, high) == min(high, limit)
     assert largest(lambda n: False, 1, high) is None
+
+
+def test_recorded_steps_have_their_memory_and_a_page_of_their_own() -> None:
+    sizes = {"max_requests": 16, "max_context": 4096}
+    plain = plan(NANO, 120, **sizes)
+    found = plan(NANO, 120, **sizes, spare_pages=1, graphs=1)
+    page = plain.kv // plain.pages
+    assert plain.graphs == 0
+    assert found.pages == plain.pages
+    assert found.kv == plain.kv + page
+    assert found.parts()["graphs"] == found.graphs > 4 * 32 * 2**10 * len(NANO.kinds)
+    assert found.total == plain.total + page + found.graphs
+    longer = plan(NANO, 120, max_requests=16, max_context=65536, spare_pages=1, graphs=1)
+    assert longer.graphs > found.graphs, "attention over more keys has more splits"
+    device = torch.device("meta")
+    caches = make_caches(NANO, found, torch.bfloat16, STATE_FORMATS["float32"], device, 0, spare=1)
+    assert caches.kv is not None
+    assert found.kv == caches.kv.k.nbytes + caches.kv.v.nbytes

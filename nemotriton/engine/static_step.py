@@ -151,12 +151,14 @@ class StaticStep:
         if not self.shape.drafts:
             return
         ids, span = self.batch.ids, self.span
-        wanted = self.inputs.view("wanted", self.shape.sequences).repeat_interleave(
-            self.shape.each, output_size=R
-        )
-        counts = self.batch.logit_rows - self._owner <= wanted
+        wanted = self.inputs.view("wanted", self.shape.sequences)[:, None]
+        counts = (self.batch.logit_rows - self._owner).view(-1, self.shape.each) <= wanted
         verdict = verify_drafts(
-            torch.where(counts, ids, _NO_TOKEN), picked, span.cu, span.max_new, span.parents
+            torch.where(counts.flatten(), ids, _NO_TOKEN),
+            picked,
+            span.cu,
+            span.max_new,
+            span.parents,
         )
         memory.found[R : 2 * R].copy_(verdict.path)
         memory.last[: self.shape.sequences].copy_(verdict.last)
