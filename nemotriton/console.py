@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _CONTROL = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
@@ -48,6 +49,16 @@ class Console:
         """A remark, such as the report under an answer."""
         if not self._quiet:
             self._out.print(text, style="dim")
+
+    @property
+    def is_terminal(self) -> bool:
+        """True where somebody looks at stderr and wants more than warnings."""
+        return self._out.is_terminal and not self._quiet
+
+    def thought(self, text: str) -> None:
+        """A piece of what the model thinks, as it comes."""
+        shown = printable(text) if self._out.is_terminal else text
+        self._out.print(Text(shown, style="dim"), end="")
 
     def warn(self, text: str) -> None:
         """Something the user would want to know even when quiet."""

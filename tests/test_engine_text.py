@@ -174,10 +174,10 @@ def test_deltas_of_several_completions_keep_their_index() -> None:
 
 
 def test_special_tokens_are_skipped_unless_asked_for() -> None:
-    script = [*ids("a"), 12, *ids("b")]
-    assert say(script, params_of(3)).output().outputs[0].text == "ab"
-    shown = SamplingParams(temperature=0, max_tokens=3, skip_special_tokens=False)
-    assert say(script, shown).output().outputs[0].text == "a<think>b"
+    script = [*ids("a"), 10, 12, *ids("b")]
+    assert say(script, params_of(4)).output().outputs[0].text == "a<think>b"
+    shown = SamplingParams(temperature=0, max_tokens=4, skip_special_tokens=False)
+    assert say(script, shown).output().outputs[0].text == "a<|im_start|><think>b"
 
 
 @pytest.mark.parametrize("piece", [1, 3, 64])

@@ -256,11 +256,12 @@ def test_chat_template(chatty: Path) -> None:
     assert prompt_of(chatty, "-p", "hello hello", "--raw") == " hello"  # the first one is a token
 
 
-def test_a_model_without_a_template_takes_no_system_prompt() -> None:
-    for args in (("-s", "Be kind."), ("--template-arg", "x=1")):
-        code, out, err = invoke("-p", "a", *args)
+def test_a_model_without_a_template_takes_nothing_for_one() -> None:
+    for args in (("-s", "b"), ("--template-arg", "x=1"), ("--think",), ("--no-raw",), ("--chat",)):
+        code, out, err = invoke("preset:tiny", "--synthetic", "-p", "a", *args)
         assert (code, out) == (2, "")
-        assert "need a chat template; this model has none" in err
+        assert {"-s": "--system"}.get(args[0], args[0]) in err
+        assert "needs a chat template; this model has none (bytes, no tokenizer file)" in err
 
 
 def test_defaults_come_from_the_checkpoint(chatty: Path) -> None:

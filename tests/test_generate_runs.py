@@ -92,7 +92,8 @@ def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     openai = {"custom_id": "b", "url": "/v1/completions", "body": long}
     lines = [LINES[0], long, LINES[1], openai, {"messages": TALK}, {"prompt": [600]}]
     source = write(tmp_path / "in.jsonl", lines)
-    code, answers, err = run_batch(source, tmp_path / "out.jsonl")
+    model = ("preset:tiny", "--synthetic")  # without a chat template
+    code, answers, err = run_batch(source, tmp_path / "out.jsonl", *model)
     assert code == 1
     assert "4 of 6 requests failed" in err
     assert [a.get("completion_tokens") for a in answers] == [9, None, 2, None, None, None]
@@ -101,7 +102,7 @@ def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     assert "max_context is 2,048" in answers[3]["error"]["message"]
     assert "no chat template" in answers[4]["error"]
     assert "token ids are 0 .. 511" in answers[5]["error"]
-    again, after, _ = run_batch(source, tmp_path / "out.jsonl")
+    again, after, _ = run_batch(source, tmp_path / "out.jsonl", *model)
     assert (again, after) == (0, answers)
 
 

@@ -118,7 +118,8 @@ class Drafter:
 
     def before(self, drafts: Tensor, draft: int, request: Request) -> Tensor:
         """Of a request's drafts, in order, those on the path to number `draft`, itself included."""
-        if self.shape.is_chain or not request.params.penalised:
+        counted = not request.params.penalised and request.constraint is None
+        if self.shape.is_chain or counted:
             return drafts[: self._paths[draft].shape[0]]  # only their number matters, or both do
         return drafts[self._paths[draft]]
 

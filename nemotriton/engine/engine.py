@@ -21,20 +21,25 @@ from nemotriton.engine.runner import Result, Runner
 from nemotriton.engine.sampling import SamplingParams, mix_seed
 from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import CapacityError, RequestError, require
+from nemotriton.text.chat import ChatPrompt, opens_thought
+from nemotriton.text.constraint import Rules
+from nemotriton.text.structured import Grammars
 from nemotriton.text.tokens import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A prompt that has passed every check."""
+    """A prompt that has passed every check. chat: the reply is to be taken apart."""
 
     text: str | None
     ids: list[int]
     params: SamplingParams
     limit: int
     keep_logits: bool
+    chat: ChatPrompt | None = None
+    rules: Rules | None = None
 
 
 class Engine:
@@ -70,6 +75,7 @@ class Engine:
         self._submitted = 0
         self._arrivals = 0
         self._cancelled: deque[str] = deque()
+        self._grammars: Grammars | None = None
 
     # ---- prompts ------------------------------------------------------------------------------
 
@@ -78,7 +84,9 @@ class Engine:
     ) -> Prepared:
         """Check a prompt and its parameters; RequestError names the value and the remedy."""
         text = prompt if isinstance(prompt, str) else None
-        ids = self._encode(text) if text is not None else self._check_ids(prompt)
+        chat = prompt if isinstance(prompt, ChatPrompt) else None
+        given = prompt if chat is None else chat.ids
+        ids = self._encode(text) if text is not None else self._check_ids(given)
         n, context = len(ids), self.max_context
         require(
             n <= context,
@@ -94,7 +102,7 @@ class Engine:
         )
         self._check_params(params)
         limit = 1 if keep_logits else min(params.max_tokens or context, context - n)
-        return Prepared(text, ids, params, limit, keep_logits)
+        return Prepared(text, ids, params, limit, keep_logits, chat, self._rules(ids, params))
 
     def _encode(self, text: str) -> list[int]:
         require(
@@ -154,6 +162,34 @@ class Engine:
             RequestError,
         )
 
+    def _rules(self, ids: list[int], params: SamplingParams) -> Rules | None:
+        """What the parameters allow of a completion; RequestError for a grammar that is none."""
+        budget = params.thinking_token_budget
+        if budget is None and not params.structured:
+            return None
+        require(
+            self.tokenizer is not None,
+            "a JSON schema, regex or thinking budget needs a tokenizer and this model has none: "
+            "leave it out.",
+            RequestError,
+        )
+        assert self.tokenizer is not None
+        thinking = opens_thought(self.tokenizer, ids)
+        require(
+            budget is None or thinking,
+            f"thinking_token_budget={budget}, but the prompt opens no thought: leave it out, or "
+            "chat with think=True.",
+            RequestError,
+        )
+        grammar = None
+        if params.structured:
+            if self._grammars is None:
+                words, vocab = self.tokenizer.vocabulary(), self.runner.vocab
+                self._grammars = Grammars(words, vocab, sorted(self.eos_ids))
+            grammar = self._grammars.compile(params.json_schema, params.regex)
+        ends = tuple(sorted(self.eos_ids | frozenset(params.stop_token_ids or ())))
+        return Rules(self.tokenizer, thinking, budget, grammar, ends)
+
     # ---- requests -----------------------------------------------------------------------------
 
     def submit(self, prepared: Prepared) -> Group:
@@ -175,13 +211,15 @@ class Engine:
                 stop_ids=ends | frozenset(params.stop_token_ids or ()),
                 keep_logits=prepared.keep_logits,
                 prompt_logprobs=[None],
+                constraint=prepared.rules.constraint() if prepared.rules else None,
             )
             for index in range(params.n)
         ]
         self.scheduler.check(requests[0])
         for request in requests:
             self.scheduler.add(request)
-            completion = Completion(request, self.tokenizer)
+            parser = prepared.chat.parser() if prepared.chat else None
+            completion = Completion(request, self.tokenizer, parser)
             group.completions.append(completion)
             self._by_request[request.id] = (group, completion)
         self._submitted += 1

@@ -8,7 +8,7 @@ with LLM("owner/name", max_context=32768) as llm:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import RequestError, require
 from nemotriton.kernels.op import INTERPRET, use
 from nemotriton.model.config import LayerKind
+from nemotriton.text.chat import ChatPrompt, chat_prompt
 from nemotriton.text.generation_config import GenerationConfig
 from nemotriton.text.tokens import load_tokenizer
 
@@ -46,6 +47,7 @@ __all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "Samp
 Params = SamplingParams | Sequence[SamplingParams] | None
 Impl = str | Mapping[str, str] | None
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class LLM:
@@ -206,7 +208,7 @@ class LLM:
         params: Params = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (text or token ids, one or many), in their order.
+        """Complete prompts (text, token ids or chat prompts, one or many), in their order.
 
         params: one for all, one each, or None for the checkpoint's defaults. on_finish is called
         with each output as it ends. RequestError, before anything runs, if any prompt or parameter
@@ -228,15 +230,34 @@ class LLM:
             self._cancel(groups)
         return [g.output() for g in groups]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        think: bool | None = None,
+        tools: Tools = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> Generator[Delta, None, None]:
         """Complete one prompt, a delta at a time; texts joined are the text `generate` gives.
 
-        RequestError comes at once. Ending the iteration early cancels the request. Streams may run
-        side by side in one thread: each drives the engine for all.
+        prompt: may be a conversation as for `chat`, which the other arguments are for. RequestError
+        comes at once. Ending the iteration early cancels the request. Streams may run side by side
+        in one thread: each drives the engine for all.
         """
-        return self._deltas(self._prepare([prompt], params)[0])
+        given: Any = prompt
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            given = self.chat_prompt(given, think, tools, template_args)
+        else:
+            require(
+                think is tools is template_args is None,
+                "think, tools and template_args are for a conversation, and the prompt is none: "
+                "leave them out, or give messages.",
+                RequestError,
+            )
+        return self._deltas(self._prepare([given], params)[0])
 
-    def _deltas(self, prepared: Prepared) -> Iterator[Delta]:
+    def _deltas(self, prepared: Prepared) -> Generator[Delta, None, None]:
         group = self.engine.submit(prepared)
         try:
             while not group.finished:
@@ -251,18 +272,30 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: Params = None,
         *,
+        think: bool | None = None,
+        tools: Tools = None,
         template_args: Mapping[str, object] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations (one or many) through the checkpoint's chat template.
 
-        messages: {"role": ..., "content": ...} in order. template_args: the template's variables.
-        RequestError where there is no template or it refuses.
+        messages: {"role": ..., "content": ...} in order. The rest as in `chat_prompt`. A
+        completion's `text` is the answer; `thinking` and `tool_calls` stand beside it.
         """
         one = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if one else messages
-        prompts = [self.tokenizer.apply_chat(c, template_args=template_args) for c in conversations]
+        prompts = [self.chat_prompt(c, think, tools, template_args) for c in conversations]
         return self.generate(prompts, params, on_finish)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        think: bool | None = None,
+        tools: Tools = None,
+        template_args: Mapping[str, object] | None = None,
+    ) -> ChatPrompt:
+        """A conversation as a prompt for `generate` and `stream`; see text.chat.chat_prompt."""
+        return chat_prompt(self.tokenizer, messages, think, tools, template_args)
 
     def cancel(self, request_id: str) -> None:
         """End a running request before the next step, from any thread; unknown ids are ignored."""
@@ -393,7 +426,7 @@ class LLM:
 
 def _many(prompts: Any) -> Sequence[Any]:
     """A list of prompts, whether one or many were given."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | ChatPrompt):
         return [prompts]
     is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
     kind = type(prompts).__name__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nemotriton.engine.request import Request, State
@@ -10,6 +10,7 @@ from nemotriton.engine.sampling import Logprob
 from nemotriton.text.tokens import StopStrings
 
 if TYPE_CHECKING:
+    from nemotriton.text.reply import ReplyParser, ToolCall
     from nemotriton.text.tokens import Tokenizer
 
 Logprobs = dict[int, Logprob]
@@ -19,10 +20,11 @@ Logprobs = dict[int, Logprob]
 class CompletionOutput:
     """One completion of a prompt; vLLM's names.
 
-    text: without the end token and without the stop string. token_ids: all that were generated,
-    the end token included. finish_reason: "stop" (an end token, stop token or stop string),
-    "length", "abort" (cancelled), "error" (the model's logits were not finite), or None while
-    running. stop_reason: the stop string or stop token id, None for an end token.
+    text: without the end token and without the stop string; of a chat, the answer. thinking,
+    tool_calls: of a chat, what else the reply held; None and none elsewhere. token_ids: all that
+    were generated, the end token included. finish_reason: "stop" (an end token, stop token or stop
+    string), "length", "abort" (cancelled), "error" (the model's logits were not finite), or None
+    while running. stop_reason: the stop string or stop token id, None for an end token.
     cumulative_logprob and logprobs: None unless asked for.
     """
 
@@ -33,6 +35,8 @@ class CompletionOutput:
     logprobs: list[Logprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    thinking: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +62,32 @@ class Delta:
     logprobs: list[Logprobs] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    thinking: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 class Completion:
     """One completion on its way: the request, and its text as far as it is certain.
 
-    Without a tokenizer the text stays empty.
+    Without a tokenizer the text stays empty. parser: takes a chat's reply apart; stop strings then
+    end its answer, not its thought.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, parser: ReplyParser | None = None
+    ) -> None:
         params = request.params
         self.request = request
         self.text = ""
+        self.thinking = ""
+        self.tool_calls: list[ToolCall] = []
+        self._parser = parser
         self._tokenizer = tokenizer
         self._stream = tokenizer.stream(params.skip_special_tokens) if tokenizer else None
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
         self._text_sent = 0
+        self._thinking_sent = 0
+        self._calls_sent = 0
         self._tokens_sent = 0
         self._end_sent = False
 
@@ -98,14 +112,27 @@ class Completion:
         is_end = self.request.finish_reason == "stop" and count == len(self.request.output)
         if self._stream is None or (is_end and not params.include_stop_str_in_output):
             return
-        text = self._stream.push([token])
+        text = self._answer(self._stream.push([token]))
         stops = self._stops
         self.text += stops.push(text) if count > params.min_tokens else stops.skip(text)
+
+    def _answer(self, text: str, last: bool = False) -> str:
+        """What of new text belongs to the answer; the rest is noted."""
+        if self._parser is None:
+            return text
+        parts = [self._parser.push(text)]
+        if last:
+            parts.append(self._parser.finish())
+        for part in parts:
+            self.thinking += part.thinking
+            self.tool_calls += part.tool_calls
+        return "".join(part.text for part in parts)
 
     def close(self) -> str | None:
         """Give out what was held back; a stop string if that completes one."""
         if self._stream is not None and self._stops.stopped is None:
-            self.text += self._stops.push(self._stream.finish()) + self._stops.finish()
+            rest = self._answer(self._stream.finish(), last=True)
+            self.text += self._stops.push(rest) + self._stops.finish()
         return self._stops.stopped
 
     def output(self, index: int) -> CompletionOutput:
@@ -124,22 +151,26 @@ class Completion:
             logprobs=logprobs,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            thinking=self.thinking if self._parser is not None else None,
+            tool_calls=list(self.tool_calls),
         )
 
     def delta(self, request_id: str, index: int) -> Delta | None:
         """What is new since the last call; None if nothing is."""
         request = self.request
         text, tokens = self.text[self._text_sent :], request.output[self._tokens_sent :]
+        thinking, calls = self.thinking[self._thinking_sent :], self.tool_calls[self._calls_sent :]
         ended = request.state is State.DONE and not self._end_sent
-        if not (text or tokens or ended):
+        if not (text or tokens or thinking or calls or ended):
             return None
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = spell(request.logprobs[self._tokens_sent :], self._tokenizer)
         self._text_sent, self._tokens_sent = len(self.text), len(request.output)
+        self._thinking_sent, self._calls_sent = len(self.thinking), len(self.tool_calls)
         self._end_sent |= ended
         end = (request.finish_reason, request.stop_reason)
-        return Delta(request_id, index, text, tokens, logprobs, *end)
+        return Delta(request_id, index, text, tokens, logprobs, *end, thinking, calls)
 
 
 @dataclass(slots=True)

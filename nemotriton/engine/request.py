@@ -5,9 +5,12 @@ WAITING (in the queue, new or preempted) -> PREFILL (prompt in pieces) -> DECODE
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemotriton.engine.sampling import Logprob, SamplingParams
+
+if TYPE_CHECKING:
+    from nemotriton.text.constraint import Constraint
 
 
 class State(enum.Enum):
@@ -28,6 +31,7 @@ class Request:
     run behind the last one in the step at hand, and `hidden` what they start from: the draft
     block's output [D] behind the last computed token. `saved` is the runner's host copy while
     preempted.
+    `constraint` says which tokens may come next, None where all may.
     `keep_logits` scores the prompt (float32 rows [n, V] appended to `logits`) and generates
     nothing. `logprobs` has an entry for each output token, `prompt_logprobs` for each prompt token.
     """
@@ -40,6 +44,7 @@ class Request:
     limit: int
     stop_ids: frozenset[int] = frozenset()
     keep_logits: bool = False
+    constraint: "Constraint | None" = None
 
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)

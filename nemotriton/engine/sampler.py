@@ -1,4 +1,4 @@
-"""Logits to tokens: penalties, forbidden ends, the pick, and log-probabilities."""
+"""Logits to tokens: penalties, forbidden tokens, the pick, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Sampler:
         drafts: Sequence[Tensor] = (),
         ahead: Sequence[int] = (),
     ) -> Tensor:
-        """Logits after penalties, and without ends before min_tokens; a copy if anything changes.
+        """Logits after penalties, without ends before min_tokens and without what a constraint
+        forbids; a copy if anything changes.
 
         Repetition first, over prompt and output, then frequency and presence over the output, as
         vLLM does it.
@@ -101,14 +102,45 @@ class Sampler:
             for r, n in zip(requests, ahead, strict=True)
         ]
         if not any(young) and not any(r.params.penalised for r in requests):
-            return logits
+            return self._constrain(logits, requests, drafts, ahead)
         logits = logits.clone()
         for row, request in enumerate(requests):
             if request.params.penalised:
                 self._penalise(logits[row], request, drafts[row] if ahead[row] else None)
             if young[row]:
                 logits[row, torch.tensor(sorted(request.stop_ids), device=self.device)] = -torch.inf
-        return logits
+        return self._constrain(logits, requests, drafts, ahead)
+
+    def _constrain(
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Tensor],
+        ahead: Sequence[int],
+    ) -> Tensor:
+        """Logits without the tokens that a request's constraint forbids; a copy if there are any.
+
+        Only if a request has a constraint, the host waits for the drafts.
+        """
+        rows = [i for i, r in enumerate(requests) if r.constraint is not None]
+        if not rows:
+            return logits
+        known: list[int] = torch.cat([drafts[i] for i in rows]).tolist() if drafts else []
+        bits = torch.full((len(rows), -(-self.vocab // 32)), -1, dtype=torch.int32)
+        for mask, i in zip(bits, rows):
+            before, known = known[: ahead[i]], known[ahead[i] :]
+            constraint = requests[i].constraint
+            assert constraint is not None
+            if not constraint.allow(mask, requests[i].output, before):
+                mask.fill_(-1)
+        index = torch.tensor(rows).to(self.device, non_blocking=True)
+        shifts = torch.arange(32, dtype=torch.int32, device=self.device)
+        allowed = (bits.to(self.device, non_blocking=True)[:, :, None] >> shifts) & 1
+        old = logits[index]
+        new = old.masked_fill(allowed.flatten(1)[:, : self.vocab] == 0, -torch.inf)
+        # a draft whose siblings have taken all that is allowed: anything will do, it is rejected
+        dead = new.amax(-1, keepdim=True) == -torch.inf
+        return logits.index_copy(0, index, torch.where(dead, old, new))
 
     def _penalise(self, row: Tensor, request: Request, drafts: Tensor | None) -> None:
         params = request.params

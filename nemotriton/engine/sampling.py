@@ -4,10 +4,11 @@ The arithmetic on logits is in `sampler.py`; this file is what `--help`, the ser
 import, so it costs nothing.
 """
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nemotriton.errors import RequestError
 
@@ -26,7 +27,9 @@ class SamplingParams:
     min_tokens: no stop before that many. stop, stop_token_ids: end the completion; the string is
     cut off unless include_stop_str_in_output. ignore_eos: only stop and stop_token_ids end it.
     logprobs, prompt_logprobs: number of most likely tokens reported beside the actual one, of the
-    model's own distribution, before penalties and temperature.
+    model's own distribution, before penalties and temperature. json_schema (an object, or its JSON)
+    or regex: what the text must match, all of it; behind the thought if the prompt opens one.
+    thinking_token_budget: most tokens of such a thought; then it is closed.
 
     RequestError names the first impossible value and what would do.
     """
@@ -49,10 +52,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self._check_choice()
         self._check_end()
+        self._check_form()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "use True or False")
@@ -104,6 +111,27 @@ class SamplingParams:
             if not _is_integer(token) or token < 0:
                 _refuse("stop_token_ids", self.stop_token_ids, remedy)
 
+    def _check_form(self) -> None:
+        if self.thinking_token_budget is not None:
+            remedy = "use a number >= 0, or None for thoughts of any length"
+            _integer("thinking_token_budget", self.thinking_token_budget, 0, remedy)
+        if self.regex is not None and (not isinstance(self.regex, str) or not self.regex):
+            _refuse("regex", self.regex, "use a regular expression, or None")
+        if self.json_schema is not None:
+            _check_schema(self.json_schema)
+        if self.structured:
+            if self.json_schema is not None and self.regex is not None:
+                _refuse("regex", self.regex, "json_schema is given too, use one of them")
+            for name in ("ignore_eos", "min_tokens"):
+                if getattr(self, name):
+                    remedy = "with json_schema or regex the text ends where that says, leave it out"
+                    _refuse(name, getattr(self, name), remedy)
+
+    @property
+    def structured(self) -> bool:
+        """True where the text must match a schema or an expression."""
+        return self.json_schema is not None or self.regex is not None
+
     @property
     def greedy(self) -> bool:
         """True where the most likely token is taken."""
@@ -147,6 +175,18 @@ def _finalise(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
     return z ^ (z >> 31)
+
+
+def _check_schema(schema: object) -> None:
+    remedy = "use a JSON schema, which is an object: a mapping or its JSON"
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            json.dumps(found)
+    except (TypeError, ValueError) as problem:
+        _refuse("json_schema", schema, f"{remedy} ({problem})")
+    if not isinstance(found, Mapping):
+        _refuse("json_schema", schema, remedy)
 
 
 def _is_integer(value: object) -> bool:

@@ -12,17 +12,12 @@ from typer.core import TyperCommand
 from nemotriton.console import Console
 from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
-from nemotriton.generate.prompts import UsageError, Work, gather, template_args
-from nemotriton.generate.run import View, run
+from nemotriton.generate.prompts import UsageError, Work, work_of
+from nemotriton.generate.reply import View
+from nemotriton.generate.run import run
 from nemotriton.generate.source import Machine, Source, implementations
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-_PARAMS = (
-    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
-    "prompt_logprobs",
-)
 
 
 class Command(TyperCommand):
@@ -44,7 +39,10 @@ def main(
     prompt: o.Prompt = None,
     file: o.File = None,
     system: o.System = None,
-    raw: o.Raw = False,
+    chat: o.Chat = False,
+    raw: o.Raw = None,
+    think: o.Think = None,
+    tools: o.Tools = None,
     template_arg: o.TemplateArg = None,
     batch: o.Batch = None,
     out: o.Out = None,
@@ -57,11 +55,15 @@ def main(
     stop: o.Stop = None,
     stop_token: o.StopToken = None,
     ignore_eos: o.IgnoreEos = False,
+    think_budget: o.ThinkBudget = None,
+    json_schema: o.JsonSchema = None,
+    regex: o.Regex = None,
     repetition_penalty: o.RepetitionPenalty = None,
     presence_penalty: o.PresencePenalty = None,
     frequency_penalty: o.FrequencyPenalty = None,
     logprobs: o.Logprobs = None,
     prompt_logprobs: o.PromptLogprobs = None,
+    show_thinking: o.ShowThinking = None,
     json: o.Json = False,
     quiet: o.Quiet = False,
     stats: o.Stats = True,
@@ -89,23 +91,21 @@ def main(
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     with exit_codes(console := Console(quiet)):
-        prompts, lines = gather(prompt, file, batch, out)
-        stated = {k: v for k in _PARAMS if (v := ctx.params[k]) is not None and v is not False}
-        form = (system, raw, template_args(template_arg))
-        work = Work(prompts, lines, out, *form, stated, stop_token or [])
+        work = work_of(ctx.params)
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
         sizes = (device, memory, max_context, max_requests, prefill_piece, state_dtype)
         extras = (kv_dtype, act_quant, drafts, tree, adapt_drafts, graphs)
         machine = Machine(*sizes, implementations(impl), *extras)
-        answer(work, source, machine, View(console, json, stats))
+        answer(work, source, machine, View(console, json, stats, show_thinking))
 
 
 def answer(work: Work, source: Source, machine: Machine, view: View) -> None:
     """Load the model and do the work. torch is imported here and not before."""
+    from nemotriton.generate.interactive import converse
     from nemotriton.generate.loading import opened
 
     with opened(source, machine, view.console) as llm:
-        code = run(llm, work, view)
+        code = converse(llm, work, view) if work.interactive else run(llm, work, view)
     if code:
         raise typer.Exit(code)
 

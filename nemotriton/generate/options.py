@@ -48,7 +48,30 @@ File = Annotated[
 System = Annotated[
     str | None, _option(_INPUT, "--system", "-s", help="System prompt, for a chat template.")
 ]
-Raw = Annotated[bool, _option(_INPUT, "--raw", help="Plain completion, no chat template.")]
+Chat = Annotated[
+    bool,
+    _option(_INPUT, "--chat", "-i", help="Talk: a line is a turn. /help there lists commands."),
+]
+Raw = Annotated[
+    bool | None,
+    _option(
+        *(_INPUT, "--raw/--no-raw"),
+        help="Plain completion, no chat template.",
+        default="--no-raw where there is a template; --raw for the embedded model",
+    ),
+]
+Think = Annotated[
+    bool | None,
+    _option(
+        *(_INPUT, "--think/--no-think"),
+        help="Think before the answer.",
+        default="--think where the template can",
+    ),
+]
+Tools = Annotated[
+    Path | None,
+    _option(_INPUT, "--tools", help="Functions that may be called: a JSON list, OpenAI's format."),
+]
 TemplateArg = Annotated[
     list[str] | None,
     _option(_INPUT, "--template-arg", help="NAME=VALUE for the chat template; may be repeated."),
@@ -93,6 +116,16 @@ StopToken = Annotated[
 IgnoreEos = Annotated[
     bool, _option(_SAMPLING, "--ignore-eos", help="Go on after the model's own end token.")
 ]
+ThinkBudget = Annotated[
+    int | None, _option(_SAMPLING, "--think-budget", help="Most tokens of a thought.")
+]
+JsonSchema = Annotated[
+    str | None,
+    _option(_SAMPLING, "--json-schema", help="The answer matches this schema: a file, or {...}."),
+]
+Regex = Annotated[
+    str | None, _option(_SAMPLING, "--regex", help="The answer matches this expression, all of it.")
+]
 RepetitionPenalty = Annotated[
     float | None, _sampling("repetition_penalty", "Against tokens seen at all, by a factor.")
 ]
@@ -112,6 +145,14 @@ Logprobs = Annotated[
 ]
 PromptLogprobs = Annotated[
     int | None, _option(_OUTPUT, "--prompt-logprobs", help="The same for the prompt's tokens.")
+]
+ShowThinking = Annotated[
+    bool | None,
+    _option(
+        *(_OUTPUT, "--show-thinking/--hide-thinking"),
+        help="Thoughts, on stderr.",
+        default="shown on a terminal",
+    ),
 ]
 Json = Annotated[bool, _option(_OUTPUT, "--json", help="One JSON object an answer.")]
 Quiet = Annotated[bool, _option(_OUTPUT, "--quiet", "-q", help="Only warnings and errors.")]

@@ -1,33 +1,24 @@
 """Prompts through the engine: answers to stdout or a file, the rest to the console."""
 
 import json
-import secrets
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nemotriton.console import Console, bytes_text, printable
+from nemotriton.console import bytes_text
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import RequestError
 from nemotriton.generate.prompts import Work
+from nemotriton.generate.reply import BAD_ENDS, View, Writer, say_end, seeded
 from nemotriton.text.answers import answer, batch_answer, failure
 from nemotriton.text.batch_file import BatchLine, BatchOutput
+from nemotriton.text.chat import ChatPrompt
 
 if TYPE_CHECKING:
-    from nemotriton.engine.llm import LLM, CompletionOutput, Delta, RequestOutput
+    from nemotriton.engine.llm import LLM, RequestOutput
 
+Prompt = list[int] | ChatPrompt
 _SUSPICIOUS = 50  # drafts; of a working block at least every second is accepted
-_BAD_ENDS = {"error": "the model's logits are not finite", "abort": "it was cancelled"}
-
-
-@dataclass(frozen=True)
-class View:
-    """How results are shown."""
-
-    console: Console
-    as_json: bool
-    stats: bool
 
 
 def run(llm: "LLM", work: Work, view: View) -> int:
@@ -36,8 +27,8 @@ def run(llm: "LLM", work: Work, view: View) -> int:
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     if work.out is not None:
         return _batch(llm, work, view)
-    params = [_seeded(work.params(llm.default_params, llm.tokenizer)) for _ in work.prompts]
-    prompts = [work.tokens(prompt, llm.tokenizer) for prompt in work.prompts]
+    params = [seeded(work.params(llm.default_params, llm.tokenizer)) for _ in work.prompts]
+    prompts = [work.prompt(prompt, llm.tokenizer) for prompt in work.prompts]
     if len(prompts) == 1 and not view.as_json and params[0].prompt_logprobs is None:
         code = _stream(llm, prompts[0], params[0], view)
     else:
@@ -48,37 +39,27 @@ def run(llm: "LLM", work: Work, view: View) -> int:
     return code
 
 
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed of its own, new each time, where none is asked for: the report names it."""
-    if params.seed is not None or params.greedy:
-        return params
-    return replace(params, seed=secrets.randbits(31))
-
-
-def _stream(llm: "LLM", prompt: list[int], params: SamplingParams, view: View) -> int:
+def _stream(llm: "LLM", prompt: Prompt, params: SamplingParams, view: View) -> int:
     """One answer as it comes."""
     ids: list[int] = []
     rows: list[Any] = []
-    text, last = "", None
+    last, writer = None, Writer(view)
     deltas = llm.stream(prompt, params)
     try:
         for last in deltas:
             ids += last.token_ids
             rows += last.logprobs or ()
-            text = last.text or text
-            sys.stdout.write(_shown(last.text))
-            sys.stdout.flush()
+            writer.write(last.text, last.thinking, last.tool_calls)
     finally:
-        if not text.endswith("\n"):
-            print(flush=True)
+        writer.close()
     assert last is not None, "a stream ends with a delta that says why"
     if rows:
         view.console.logprobs(ids, rows)
-    return _say_end(last, len(ids), params, llm, view, "")
+    return say_end(last, prompt, len(ids), writer.answered, params, llm, view, "")
 
 
 def _many(
-    llm: "LLM", prompts: list[list[int]], texts: list[str], params: list[SamplingParams], view: View
+    llm: "LLM", prompts: list[Prompt], texts: list[str], params: list[SamplingParams], view: View
 ) -> int:
     """All answers, in the order of the prompts, when all are there."""
     with view.console.counting(len(prompts)) as count:
@@ -86,21 +67,24 @@ def _many(
     stats = llm.stats()["drafts"]
     drafts = {"drafts": stats} if stats is not None else {}  # of the whole run
     codes = []
-    for i, (output, text, asked) in enumerate(zip(outputs, texts, params, strict=True), 1):
+    given = zip(outputs, prompts, texts, params, strict=True)
+    for i, (output, prompt, text, asked) in enumerate(given, 1):
         completion = output.outputs[0]
         if view.as_json:
             found = {"prompt": text} | answer(output) | drafts
             print(json.dumps(found, ensure_ascii=False), flush=True)
         else:
-            print(
-                printable(completion.text) if sys.stdout.isatty() else completion.text, flush=True
-            )
+            writer = Writer(view)
+            writer.write(completion.text, completion.thinking or "", completion.tool_calls)
+            writer.close()
             if output.prompt_logprobs is not None:
                 view.console.logprobs(output.prompt_token_ids, output.prompt_logprobs)
             if completion.logprobs is not None:
                 view.console.logprobs(completion.token_ids, completion.logprobs)
         name = f"answer {i}: " if len(outputs) > 1 else ""
-        codes.append(_say_end(completion, len(completion.token_ids), asked, llm, view, name))
+        answered = bool(completion.text or completion.tool_calls)
+        count_of = len(completion.token_ids)
+        codes.append(say_end(completion, prompt, count_of, answered, asked, llm, view, name))
     return max(codes)
 
 
@@ -112,13 +96,13 @@ def _batch(llm: "LLM", work: Work, view: View) -> int:
         if out.done:
             view.console.line("batch", f"{out.done} of {len(work.lines)} are answered already")
         writer = _InOrder(out, todo)
-        served: list[tuple[int, list[int], SamplingParams]] = []
+        served: list[tuple[int, Prompt, SamplingParams]] = []
         for i, line in enumerate(todo):
             try:
-                params = _seeded(work.params(llm.default_params, llm.tokenizer, line.params))
-                ids = work.batch_tokens(line, llm.tokenizer)
-                llm.engine.prepare(ids, params)
-                served.append((i, ids, params))
+                params = seeded(work.params(llm.default_params, llm.tokenizer, line.params))
+                prompt = work.batch_prompt(line, llm.tokenizer)
+                llm.engine.prepare(prompt, params)
+                served.append((i, prompt, params))
             except RequestError as problem:
                 writer.put(i, failure(line, str(problem)), failed=True)
         with view.console.counting(len(served)) as count:
@@ -126,11 +110,12 @@ def _batch(llm: "LLM", work: Work, view: View) -> int:
             def ended(output: "RequestOutput") -> None:
                 # requests are numbered as they are given, and this LLM has had no others
                 i = served[int(output.request_id)][0]
-                bad = output.outputs[0].finish_reason in _BAD_ENDS
+                bad = output.outputs[0].finish_reason in BAD_ENDS
                 writer.put(i, batch_answer(output, todo[i], llm.config.name), failed=bad)
                 count()
 
-            llm.generate([ids for _, ids, _ in served], [p for _, _, p in served], ended)
+            prompts = [prompt for _, prompt, _ in served]
+            llm.generate(prompts, [p for _, _, p in served], ended)
     if view.stats:
         view.console.say(f"--- {len(todo)} answers · {_speed(llm)}")
         _report_drafts(llm, view)
@@ -155,38 +140,6 @@ class _InOrder:
         while self._next in self._waiting:
             self._out.append(self._waiting.pop(self._next))
             self._next += 1
-
-
-def _shown(text: str) -> str:
-    """Text for stdout: as it is, but on a terminal nothing that would move its cursor."""
-    return printable(text) if sys.stdout.isatty() else text
-
-
-def _say_end(
-    end: "Delta | CompletionOutput",
-    tokens: int,
-    params: SamplingParams,
-    llm: "LLM",
-    view: View,
-    name: str,
-) -> int:
-    """Why an answer ended; returns the exit code."""
-    reason = end.finish_reason or "abort"
-    if reason in _BAD_ENDS:
-        view.console.error(f"{name}ended after {tokens} tokens: {_BAD_ENDS[reason]}.")
-        return 1
-    if reason == "length" and tokens == params.max_tokens:
-        view.console.warn(f"{name}stopped at --max-tokens {tokens}; raise it for a longer answer.")
-    elif reason == "length":
-        context = llm.plan.max_context
-        view.console.warn(f"{name}stopped after {tokens} tokens: the context of {context} is full.")
-    elif end.stop_reason is not None:
-        reason = repr(end.stop_reason)
-    else:
-        reason = "eos"
-    seed = "" if params.greedy else f" · seed {params.seed}"
-    view.console.say(f"--- {name}{tokens} tokens · stop: {reason}{seed}")
-    return 0
 
 
 def _speed(llm: "LLM") -> str:

@@ -3,6 +3,7 @@
 Outputs are read by vLLM's attribute names, whoever made them.
 """
 
+import json
 import time
 from typing import Any
 
@@ -17,7 +18,10 @@ def answer(output: Any, name: str | None = None) -> dict[str, Any]:
     found = {
         "id": name,
         "prompt": output.prompt,
+        "thinking": completion.thinking,
         "text": completion.text,
+        "tool_calls": [{"name": c.name, "arguments": c.arguments} for c in completion.tool_calls]
+        or None,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "prompt_tokens": len(output.prompt_token_ids),
@@ -54,7 +58,9 @@ def _body(output: Any, url: str, model: str) -> dict[str, Any]:
     given, made = len(output.prompt_token_ids), len(completion.token_ids)
     choice: dict[str, Any] = {"index": 0, "finish_reason": completion.finish_reason}
     if url == CHAT:
-        choice["message"] = {"role": "assistant", "content": completion.text}
+        choice["message"] = _message(completion)
+        if completion.tool_calls and completion.finish_reason == "stop":
+            choice["finish_reason"] = "tool_calls"
         choice["logprobs"] = _chat_logprobs(completion)
     else:
         choice["text"] = completion.text
@@ -71,6 +77,22 @@ def _body(output: Any, url: str, model: str) -> dict[str, Any]:
             "total_tokens": given + made,
         },
     }
+
+
+def _message(completion: Any) -> dict[str, Any]:
+    """`reasoning` is vLLM's newer name for what others read as `reasoning_content`."""
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text}
+    if completion.thinking:
+        message["reasoning"] = message["reasoning_content"] = completion.thinking
+    calls = [
+        {
+            "id": f"call-{i}",
+            "type": "function",
+            "function": {"name": c.name, "arguments": json.dumps(c.arguments, ensure_ascii=False)},
+        }
+        for i, c in enumerate(completion.tool_calls)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def _positions(ids: Any, logprobs: Any) -> list[Any] | None:

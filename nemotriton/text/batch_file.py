@@ -24,7 +24,7 @@ _PARAMS = {
         *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop"),
         *("stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"),
         *("repetition_penalty", "prompt_logprobs", "include_stop_str_in_output"),
-        "skip_special_tokens",
+        *("skip_special_tokens", "json_schema", "regex", "thinking_token_budget"),
     )
 } | {"max_completion_tokens": "max_tokens"}
 # what OpenAI clients send that has no bearing on the answer
@@ -33,7 +33,10 @@ _IGNORED = {"model", "user", "metadata", "store"}
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request: `prompt` (text or token ids) or `messages`; `url` for OpenAI lines, else ""."""
+    """One request: `prompt` (text or token ids) or `messages`; `url` for OpenAI lines, else "".
+
+    tools: functions a conversation's answer may call, None where the line has none.
+    """
 
     number: int
     id: str
@@ -42,6 +45,7 @@ class BatchLine:
     params: dict[str, Any] = field(default_factory=dict)
     template_args: dict[str, Any] = field(default_factory=dict)
     url: str = ""
+    tools: list[Any] | None = None
 
 
 def read_batch(path: Path) -> list[BatchLine]:
@@ -105,18 +109,40 @@ def _request(body: dict[str, Any], number: int, name: str, url: str) -> BatchLin
     template_args = body.pop("chat_template_kwargs", {})
     if not isinstance(template_args, dict):
         _refuse(f"chat_template_kwargs is {template_args!r}", "Give an object.")
+    tools = body.pop("tools", None)
+    if tools is not None and (messages is None or not isinstance(tools, list)):
+        _refuse(f"tools is {tools!r}", "Give a list, and messages.")
+    if body.pop("tool_choice", "auto") != "auto":
+        _refuse("tool_choice is not 'auto'", "Leave it out.")
     if body.pop("stream", False):
         _refuse("stream is true", "A batch is not streamed: leave it out.")
     if body.pop("n", 1) != 1:
         _refuse("n is not 1", "Give the line n times, under different ids.")
-    params = _logprobs(body, chat=url == CHAT)
+    params = _logprobs(body, chat=url == CHAT) | _response_format(body)
     for key in list(body):
         if key in _PARAMS:
             params[_PARAMS[key]] = body.pop(key)
     if unknown := sorted(set(body) - _IGNORED):
         known = ", ".join(sorted(_PARAMS))
         _refuse(f"{unknown[0]!r} is not supported", f"Leave it out. Supported: {known}.")
-    return BatchLine(number, name, prompt, messages, params, template_args, url)
+    return BatchLine(number, name, prompt, messages, params, template_args, url, tools)
+
+
+def _response_format(body: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format` as our `json_schema`."""
+    form = body.pop("response_format", {"type": "text"})
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    inner = form.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        _refuse(
+            f"response_format is {form!r}",
+            'Give {"type": "json_schema", "json_schema": {"schema": {...}}}.',
+        )
+    return {"json_schema": inner["schema"]}
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> dict[str, Any]:

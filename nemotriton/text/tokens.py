@@ -6,23 +6,28 @@ chat template is rendered by transformers, the library it was written for, impor
 
 import abc
 import codecs
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from nemotriton.errors import ConfigError, RequestError, UnsupportedError, require
 from nemotriton.text.generation_config import GenerationConfig, read_json
+from nemotriton.text.template import read_template, refusals, render, require_messages
 
 if TYPE_CHECKING:
     import tokenizers
 
 BYTE_CLASS = "NemotritonByteTokenizer"  # `tokenizer_class` of a model that reads plain bytes
-# The family's control tokens at the family's ids; the 256 bytes follow.
+# The family's control tokens at the family's ids; the 256 bytes follow. As in the family's files,
+# those from <think> on are not special: they stay in a decoded text.
 SPECIALS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "<|im_start|>", "<|im_end|>"),
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
+_FIRST_SHOWN = SPECIALS.index("<think>")
 
 
 class VocabularyConfig(Protocol):
@@ -53,12 +58,12 @@ class Tokenizer(abc.ABC):
 
     bos_id, eos_ids: the union of what config.json, generation_config.json and the tokenizer's files
     name, config.json's first. vocab_size: ids this tokenizer knows, not rows of the model.
-    chat_template: True where `apply_chat` works. description: one line for the eye.
+    chat_template: the template's text, None where there is none. description: one line for the eye.
     """
 
     vocab_size: int
     description: str
-    chat_template: bool = False
+    chat_template: str | None = None
 
     def __init__(self, bos_id: int | None, eos_ids: Iterable[int]) -> None:
         self.bos_id = bos_id
@@ -79,6 +84,14 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def id_of(self, token: str) -> int | None:
         """The id of one token by its text, None where there is none."""
+
+    @abc.abstractmethod
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every id, b"" for control tokens; UnsupportedError where they have none."""
+
+    def encode_control(self, text: str) -> list[int]:
+        """Ids of a text whose control tokens are meant as such, with nothing put round it."""
+        return self.encode(text, add_special=False)
 
     def apply_chat(
         self,
@@ -110,9 +123,7 @@ class JsonTokenizer(Tokenizer):
         self._directory = directory
         self._template: Any = None
         declared = read_json(directory, "tokenizer_config.json")
-        self.chat_template = (
-            "chat_template" in declared or (directory / "chat_template.jinja").is_file()
-        )
+        self.chat_template = read_template(directory)
         self.vocab_size = self._inner.get_vocab_size()
         self.description = f"tokenizer.json, {self.vocab_size} tokens"
         named = [read_json(directory, "special_tokens_map.json"), declared]
@@ -149,21 +160,34 @@ class JsonTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         template_args: Mapping[str, object] | None = None,
     ) -> list[int]:
-        if not self.chat_template:
+        if self.chat_template is None:
             return super().apply_chat(messages, add_generation_prompt, template_args)
-        _require_messages(messages)
-        import jinja2
-
-        try:
+        require_messages(messages)
+        with refusals():
             text = self._renderer().apply_chat_template(
                 [dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **dict(template_args or {}),
             )
-        except (jinja2.TemplateError, ValueError, TypeError) as problem:
-            raise RequestError(f"the chat template refused the conversation: {problem}") from None
         return self.encode(str(text), add_special=False)  # the template writes its own bos
+
+    def vocabulary(self) -> list[bytes]:
+        decoder = json.loads(self._inner.to_str()).get("decoder") or {}
+        require(
+            any(
+                part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))
+            ),
+            f"{self.description}: only byte-level tokens are known byte by byte. Do without "
+            "--json-schema and --regex.",
+        )
+        control = self._inner.get_added_tokens_decoder()
+        of_letter = _byte_letters()
+        tokens = (self._inner.id_to_token(i) or "" for i in range(self.vocab_size))
+        return [
+            b"" if i in control else bytes(of_letter[c] for c in token if c in of_letter)
+            for i, token in enumerate(tokens)
+        ]
 
     def _renderer(self) -> Any:
         if self._template is None:
@@ -214,12 +238,19 @@ class ByteTokenizer(Tokenizer):
     """Every byte of UTF-8 is a token: for models without tokenizer files, and the embedded one.
 
     Ids 0 .. 17 are the family's control tokens, id 18 + b is the byte b. Ids above (a model's
-    vocabulary may be larger) decode to their number in angle brackets. A control token is never
-    read out of a text.
+    vocabulary may be larger) decode to their number in angle brackets. A control token is read out
+    of a template's text, never out of a plain one.
     """
 
-    def __init__(self, vocab: int, bos_id: int | None, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        bos_id: int | None,
+        eos_ids: Iterable[int],
+        chat_template: str | None = None,
+    ) -> None:
         super().__init__(bos_id, eos_ids)
+        self.chat_template = chat_template
         self.vocab_size = min(vocab, len(SPECIALS) + 256)
         self.description = "bytes, no tokenizer file"
 
@@ -247,6 +278,32 @@ class ByteTokenizer(Tokenizer):
         found = len(SPECIALS) + raw[0] if len(raw) == 1 else self.vocab_size
         return found if found < self.vocab_size else None
 
+    def vocabulary(self) -> list[bytes]:
+        every = [b""] * len(SPECIALS) + [bytes([b]) for b in range(256)]
+        return every[: self.vocab_size]
+
+    def encode_control(self, text: str) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, SPECIALS)) + ")", text)
+        return [
+            i
+            for part in parts
+            for i in ([SPECIALS.index(part)] if part in SPECIALS else self.encode(part, False))
+        ]
+
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_args: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        if self.chat_template is None:
+            return super().apply_chat(messages, add_generation_prompt, template_args)
+        require_messages(messages)
+        args = template_args or {}
+        return self.encode_control(
+            render(self.chat_template, messages, add_generation_prompt, args)
+        )
+
 
 class _ByteStream(TextStream):
     def __init__(self, skip_special: bool) -> None:
@@ -259,7 +316,7 @@ class _ByteStream(TextStream):
             byte = token - len(SPECIALS)
             if 0 <= byte < 256:
                 parts.append(self._bytes.decode(bytes([byte])))
-            elif byte >= 256 or not self._skip:
+            elif token >= _FIRST_SHOWN or not self._skip:
                 name = SPECIALS[token] if byte < 0 else f"<{token}>"
                 parts.append(self._bytes.decode(b"", final=True) + name)
         return "".join(parts)
@@ -346,7 +403,15 @@ def load_tokenizer(directory: Path | str | None, config: VocabularyConfig) -> To
         others = [n for n in ("tokenizer.model", "vocab.json") if (where / n).is_file()]
         if declared != BYTE_CLASS or others:
             _no_tokenizer_json(where, others or ["tokenizer_config.json"])
-    return ByteTokenizer(config.vocab, bos, eos)
+    return ByteTokenizer(config.vocab, bos, eos, read_template(where))
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte each letter of a byte-level vocabulary stands for: printable ones for themselves,
+    the others, in order, for U+0100 and up (Radford et al. 2019, GPT-2's tokenizer)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def _no_tokenizer_json(directory: Path, others: list[str]) -> NoReturn:
@@ -364,10 +429,3 @@ def _require_unicode(text: str) -> None:
             f"character {problem.start} of the text, {text[problem.start]!r}, is half a surrogate "
             "pair and no character. Give valid Unicode."
         ) from None
-
-
-def _require_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    require(len(messages) > 0, "a conversation without messages. Give at least one.", RequestError)
-    for i, message in enumerate(messages):
-        known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-        require(known, f"message {i} is {message!r}: give it a role and a content.", RequestError)
