@@ -355,5 +355,3 @@ def test_switches_need_something_to_switch(tiny: LLM) -> None:
         chat_prompt(plain, USER, tools=TOOLS)
     with pytest.raises(RequestError, match="no chat template"):
         chat_prompt(ByteTokenizer(VOCAB, None, ()), USER)
-    with pytest.raises(RequestError, match="are for a conversation, and the prompt is none"):
-        tiny.stream("hi", think=False)

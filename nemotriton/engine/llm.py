@@ -8,7 +8,7 @@ with LLM("owner/name", max_context=32768) as llm:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -231,30 +231,17 @@ class LLM:
         return [g.output() for g in groups]
 
     def stream(
-        self,
-        prompt: Prompt | Sequence[Message],
-        params: SamplingParams | None = None,
-        *,
-        think: bool | None = None,
-        tools: Tools = None,
-        template_args: Mapping[str, object] | None = None,
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
         """Complete one prompt, a delta at a time; texts joined are the text `generate` gives.
 
-        prompt: may be a conversation as for `chat`, which the other arguments are for. RequestError
-        comes at once. Ending the iteration early cancels the request. Streams may run side by side
-        in one thread: each drives the engine for all.
+        prompt: a conversation as well, or one from `chat_prompt`. RequestError comes at once.
+        Ending the iteration early cancels the request. Streams may run side by side in one thread:
+        each drives the engine for all.
         """
         given: Any = prompt
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            given = self.chat_prompt(given, think, tools, template_args)
-        else:
-            require(
-                think is tools is template_args is None,
-                "think, tools and template_args are for a conversation, and the prompt is none: "
-                "leave them out, or give messages.",
-                RequestError,
-            )
+            given = self.chat_prompt(given)
         return self._deltas(self._prepare([given], params)[0])
 
     def _deltas(self, prepared: Prepared) -> Generator[Delta, None, None]:

@@ -170,8 +170,7 @@ def choose(logits: Tensor, adjusted: Tensor, *rules: Tensor) -> Tensor:
 def is_plain(request: Request) -> bool:
     """True where the request's next pick is of the model's logits as they are."""
     young = bool(request.stop_ids) and len(request.output) < request.params.min_tokens
-    constrained = getattr(request, "constraint", None) is not None
-    return not (young or constrained or request.params.penalised)
+    return not (young or request.constraint is not None or request.params.penalised)
 
 
 def describe(

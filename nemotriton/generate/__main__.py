@@ -12,10 +12,10 @@ from typer.core import TyperCommand
 from nemotriton.console import Console
 from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
-from nemotriton.generate.prompts import UsageError, Work, work_of
+from nemotriton.generate.prompts import UsageError, work_of
 from nemotriton.generate.reply import View
 from nemotriton.generate.run import run
-from nemotriton.generate.source import Machine, Source, implementations
+from nemotriton.generate.source import machine_of, source_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -91,16 +91,12 @@ def main(
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     with exit_codes(console := Console(quiet)):
-        work = work_of(ctx.params)
-        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
-        sizes = (device, memory, max_context, max_requests, prefill_piece, state_dtype)
-        extras = (kv_dtype, act_quant, drafts, tree, adapt_drafts, graphs)
-        machine = Machine(*sizes, implementations(impl), *extras)
-        answer(work, source, machine, View(console, json, stats, show_thinking))
+        answer(ctx.params, View(console, json, stats, show_thinking))
 
 
-def answer(work: Work, source: Source, machine: Machine, view: View) -> None:
-    """Load the model and do the work. torch is imported here and not before."""
+def answer(given: dict[str, Any], view: View) -> None:
+    """Check the options, load the model and do the work. torch is imported here and not before."""
+    work, source, machine = work_of(given), source_of(given), machine_of(given)
     from nemotriton.generate.interactive import converse
     from nemotriton.generate.loading import opened
 

@@ -156,8 +156,9 @@ def work_of(given: Mapping[str, Any]) -> Work:
         stated["json_schema"] = _schema(given["json_schema"])
     if given["think_budget"] is not None:
         stated["thinking_token_budget"] = given["think_budget"]
+    lines: list[BatchLine] = []
     if given["chat"]:
-        prompts, lines = _first_turns(given), []
+        prompts = _first_turns(given)
     else:
         prompts, lines = gather(given["prompt"], given["file"], given["batch"], given["out"])
     return Work(

@@ -1,8 +1,10 @@
 """Which model, and how much of the machine: what can be checked before torch is imported."""
 
 import difflib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.errors import ConfigError
@@ -95,6 +97,17 @@ class Machine:
             DraftShape.wanted(self.drafts, self.tree)
         except ConfigError as problem:
             raise UsageError(f"--drafts or --tree: {problem}") from None
+
+
+def source_of(given: Mapping[str, Any]) -> Source:
+    """The model that the command line's options, by name, ask for."""
+    return Source(**{f.name: given[f.name] for f in fields(Source)})
+
+
+def machine_of(given: Mapping[str, Any]) -> Machine:
+    """The limits that they ask for."""
+    named = {f.name: given[f.name] for f in fields(Machine)}
+    return Machine(**named | {"impl": implementations(given["impl"])})
 
 
 def implementations(choices: list[str] | None) -> dict[str, str]:
