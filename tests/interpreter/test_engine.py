@@ -84,3 +84,16 @@ class watching:
     def __exit__(self, *exc: object) -> None:
         for name, op in OPS.items():
             setattr(op, self.attribute, self.kept[name])
+
+
+@pytest.mark.parametrize("name", ["float16-sr", "int8"])
+def test_states_with_noise_or_scales_give_the_twins_tokens(name: str) -> None:
+    """Prefill in pieces and decode; scales and seeds find their kernels."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, seed=11)
+    sizes = {"dtype": "float32", "device": "cpu", "max_context": 64, "layers": 2}
+    found = []
+    for impl in ("ref", "triton"):
+        with LLM.synthetic("tiny", impl=impl, prefill_piece=8, state_dtype=name, **sizes) as llm:
+            found.append(llm.generate([20, 9, 200, 31, 7, 8, 33, 90, 4, 5], params))
+    tokens = [outputs[0].outputs[0].token_ids for outputs in found]
+    assert tokens[0] == tokens[1]
