@@ -11,7 +11,8 @@ so there are about SPLITS of them, at most 3/2 SPLITS, and each is large enough 
 multiprocessor's loads in flight. Neither the batch, nor the drafts behind a token, nor `max_length`
 changes the order in which its keys are summed; with the same tile and `max_new` the bits are the
 same too. The few steps whose tokens straddle a change of the size walk the keys once for each of
-the two sizes. Scratch: T * Hq * splits * (Dh + 2) floats.
+the two sizes. Scratch: T * Hq * splits * (Dh + 2) floats. With PDL the merging programs wait beside
+the splits instead of starting behind them (programmatic dependent launch, from sm_90 on).
 """
 
 import torch
@@ -20,7 +21,18 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.attention import attend_paged_ref
-from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, cdiv, launch, next_pow2, op
+from nemotriton.kernels.op import (
+    INTERPRET,
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+)
 from nemotriton.kernels.paged import (
     LOG2_E,
     attend_keys,
@@ -34,6 +46,7 @@ from nemotriton.kernels.paged import (
 
 GRAIN = 128  # keys: a split is a multiple of it, and so of every BLOCK_N
 FINEST = 128  # the largest SPLITS of a tile
+ROOM = 224  # registers: left to itself, ptxas spills some to fit one more block beside two
 MERGE_D = 32  # columns of one head that a merging program takes: at batch 1 it fills the card
 
 
@@ -76,8 +89,10 @@ def _attend_split(
     k_scale_ptr, S, blocks, splits, scale, q_stride, q_head, pages_stride, page_stride, row_stride,
     head_stride, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPLITS: tl.constexpr, GRAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # the merging programs may come as soon as all of these have started
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     h = pid % HEADS
     block = pid // HEADS % blocks
@@ -135,7 +150,7 @@ def _attend_split(
 def _merge_splits(
     acc_ptr, stats_ptr, out_ptr, cu_idx, lengths_idx, v_scale_ptr, S, splits, HEADS: tl.constexpr,
     D: tl.constexpr, SPLITS: tl.constexpr, GRAIN: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0).to(tl.int64)  # (token * HEADS + head) * CHUNKS + BLOCK_D columns of it
@@ -152,6 +167,8 @@ def _merge_splits(
     live = j * size < sight  # splits behind the last key were never written
     part = row * splits + j
     inside = live[:, None] & (d < D)[None, :]
+    if PDL:  # nothing so far was read from what the splits write
+        tl.extra.cuda.gdc_wait()
     parts = tl.load(acc_ptr + part[:, None] * D + d[None, :], mask=inside, other=0.0)
     peaks = tl.load(stats_ptr + part * 2, mask=live, other=float("-inf"))
     totals = tl.load(stats_ptr + part * 2 + 1, mask=live, other=0.0)
@@ -209,19 +226,20 @@ def attend_decode(
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
     stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
     blocks = cdiv(max_new * group, rows)
+    pdl = bool(tile.get("PDL", False)) and not INTERPRET
     tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
     strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
     launch(
         _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits, scale * LOG2_E,
         *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1],
-        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
+        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows, PDL=pdl),
     )  # fmt: skip
     merged = (acc, stats, out, cu, lengths, v_scale)
     columns = min(MERGE_D, next_pow2(width))
     launch(
         _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
         D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=next_pow2(target * 3 // 2), BLOCK_D=columns,
-        num_warps=4 if target <= 64 else 8,
+        PDL=pdl, launch_pdl=pdl, num_warps=4 if target <= 64 else 8,
     )  # fmt: skip
     return out
 
@@ -257,16 +275,33 @@ def _decode_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
     return Cost(4 * pairs * case.H * case.Dh, 2 * T * case.H * case.Dh * dtype.itemsize + keys)
 
 
+def _wide(case: Case) -> bool:
+    """True where a block has 64 rows: their partial results are a good part of the traffic."""
+    return bool(case.new * (case.H // case.Hkv) > 32)
+
+
+def _tiles(case: Case) -> list[Tile]:
+    shapes = ((64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 3), (64, 8, 4), (128, 4, 3))
+    found = [
+        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits, PDL=pdl)
+        for n, w, s in shapes
+        for splits in (64, FINEST)
+        for pdl in (False, True)
+    ]
+    if _wide(case):
+        return found
+    return [tile.but(maxnreg=ROOM) if tile["num_warps"] == 4 else tile for tile in found]
+
+
 def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    if case.new * (case.H // case.Hkv) > 32:  # wide partial results: fewer of them
-        # the look-up of ancestors takes registers that four warps do not have on sm_100
-        warps = 8 if case.tree else 4
-        return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=warps, num_stages=3, SPLITS=64)
-    # left to itself, ptxas spills a few bytes to fit one more block into the registers
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=FINEST, maxnreg=224)
+    base = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, PDL=False)
+    if not _wide(case):
+        return base.but(SPLITS=FINEST, maxnreg=ROOM)
+    # the look-up of ancestors takes registers that four warps do not have on sm_100
+    return base.but(SPLITS=64, num_warps=8 if case.tree else 4)
 
 
 ATTEND_DECODE = KernelSpec(
@@ -287,12 +322,7 @@ ATTEND_DECODE = KernelSpec(
     ],
     tokens=(1, 4, 16, 64, 256),
     make=_make_decode,
-    tiles=lambda case: [
-        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits)
-        for n, w in ((64, 4), (64, 8), (128, 4), (128, 8))
-        for s in ((3, 4, 5) if n == 64 else (3,))
-        for splits in (64, FINEST)
-    ],
+    tiles=_tiles,
     default=_decode_default,
     cost=_decode_cost,
     small_tokens=(0, 1, 3, 10),
