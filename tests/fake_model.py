@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from nemotriton.engine import replay
 from nemotriton.engine.batch import Batch, Span
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
@@ -30,6 +31,8 @@ from nemotriton.model.config import MambaConfig
 from nemotriton.text.tokens import ByteTokenizer, Tokenizer
 
 VOCAB = 274
+ROLLBACK = "lanes"  # of engines that are not told
+FACTORS = (31, 14)  # what a state is multiplied by, in the trunk's layer and in the block's
 PRIME = 9973  # products of two residues stay exact in float32
 MAMBA = MambaConfig(
     heads=1,
@@ -188,16 +191,54 @@ class Past:
         conv, ssm = states.layer(layer)
         first = conv[self.slot].clone(), ssm[self.cell].clone()
         self.kept = [tuple(map(torch.zeros_like, first)) if self.fresh else first]
+        self.replays = states.rings is not None and span.fresh is None
+        self.inputs: list[Tensor] = []
+        if self.replays:
+            counts, order = (c[s].tolist() for c in states.cursors(span))
+            self.entries, self.places = order[:counts], order[counts:]
+            self.kept = [(first[0], self.replay(first[1], len(self.entries)))]
+
+    def ring(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x, step sizes and B of this slot: its entries' inputs, and ones."""
+        assert self.states.rings is not None
+        x, dt, B = (ring[self.layer, self.slot, 0] for ring in self.states.rings)
+        return x[:, 0], dt, B[:, 0]
+
+    def replay(self, state: Tensor, entries: int) -> Tensor:
+        x, dt, B = self.ring()
+        for at in self.entries[:entries]:
+            state = (FACTORS[self.layer] * state + x[at] * dt[at] * B[at]) % PRIME
+        return state
 
     def after(self, row: int) -> tuple[Tensor, Tensor]:
         window, state = self.kept[row + 1]
+        self.before = state
         return window, state
 
     def add(self, window: Tensor, token: Tensor, state: Tensor) -> None:
         self.kept.append((torch.stack([window[1], token.expand_as(window[1])]), state))
+        self.inputs.append((state - FACTORS[self.layer] * self.before) % PRIME)
+
+    def store_entries(self) -> None:
+        """The new tokens' inputs, and the state behind a full window."""
+        conv, ssm = self.states.layer(self.layer)
+        if len(self.entries) >= replay.REPLAY_INTERVAL:
+            ssm[self.cell] = self.replay(ssm[self.cell], replay.REPLAY_INTERVAL)
+        x, dt, B = self.ring()
+        for at, value in zip(self.places, self.inputs, strict=False):
+            x[at], dt[at], B[at] = value, 1, 1
+        for t, (window, _) in enumerate(self.kept[1:]):
+            if self.span.verify:
+                assert self.states.conv_lanes is not None
+                self.states.conv_lanes[self.layer, self.slot, t] = window
+            else:
+                conv[self.slot] = window
 
     def store(self) -> None:
-        if self.span.verify:
+        if self.replays:
+            if not self.span.trial:
+                self.store_entries()
+        elif self.span.verify:
             conv_lanes, ssm_lanes = self.states.layer_lanes(self.layer)
             for t, (window, state) in enumerate(self.kept[1:]):
                 conv_lanes[self.slot, t], ssm_lanes[self.slot, t] = window, state
@@ -274,6 +315,16 @@ def check_chunks(span: Span) -> None:
     assert row == span.end - span.start
 
 
+def poison_rings(states: replay.ReplayStates, free: Tensor) -> None:
+    """NaN in all entries that are not committed; nonsense in the cursors of free slots."""
+    states.counts[:-1][free] = 7
+    committed = torch.arange(states.order.shape[1]) < states.counts[:-1, None]
+    committed &= ~free[:, None]
+    for slot, (order, kept) in enumerate(zip(states.order[:-1], committed)):
+        for ring in states.rings:
+            ring[:, slot].index_fill_(2, order[~kept].long(), float("nan"))
+
+
 class PoisonRunner(Runner):
     """Fills with NaN, before every step, all memory that no request has computed anything in."""
 
@@ -302,6 +353,8 @@ class PoisonRunner(Runner):
             mamba.ssm[:, cold] = float("nan")
             if mamba.conv_lanes is not None:
                 mamba.conv_lanes.fill_(float("nan"))
+            if isinstance(mamba, replay.ReplayStates):
+                poison_rings(mamba, slots)
         return super().run(Step([], step.restores, step.decode, step.prefill))
 
     scheduler: Scheduler
@@ -320,6 +373,7 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     shape: DraftShape | None = None,
     capture: Capture | None = None,
+    rollback: str | None = None,
 ) -> Engine:
     """An engine over the fake model, its free memory poisoned at all times.
 
@@ -331,7 +385,11 @@ def make_engine(
         spare = int(capture is not None)
         kv = PagedKV(layers, pages + spare, 1, 1, torch.float32, "cpu", page_size)
     if slots is not None:
-        mamba = MambaStates(MAMBA, layers, slots, torch.float32, "cpu", lanes=lanes)
+        pool = (MAMBA, layers, slots, torch.float32, "cpu")
+        if (rollback or ROLLBACK) == "replay":
+            mamba = replay.ReplayStates(*pool, shape=shape)
+        else:
+            mamba = MambaStates(*pool, lanes=lanes)
     runner = PoisonRunner(
         FakeModel(),
         Caches(kv, mamba),

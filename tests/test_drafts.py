@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemotriton.engine import replay
 from nemotriton.engine.depth import Depth
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.drafter import Drafter
@@ -20,11 +21,20 @@ from nemotriton.engine.request import Piece, Request
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import ConfigError
 from nemotriton.text.tokens import ByteTokenizer
+from tests import fake_model
 from tests.fake_model import VOCAB, finish, greedy, ids_of, make_engine, submit
 
 GREEDY = SamplingParams(temperature=0, max_tokens=14)
 WARM = SamplingParams(temperature=1.1, top_p=0.95, max_tokens=14, seed=5)
 SHAPES = ["0", "0,1", "0,1,2", "0,1,2,3,4", "0,0,1", "0,0,0,1,1,2,4"]
+
+
+@pytest.fixture(params=["lanes", "replay"], autouse=True)
+def rollback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs with both ways to roll back; states are stored every few tokens."""
+    monkeypatch.setattr(fake_model, "ROLLBACK", request.param)
+    monkeypatch.setattr(replay, "REPLAY_INTERVAL", 8)
+    return request.param
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

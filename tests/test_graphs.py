@@ -29,6 +29,7 @@ from tests import test_drafts
 from tests.fake_model import VOCAB, finish, ids_of, make_engine, submit
 
 CPU = torch.device("cpu")
+rollback = test_drafts.rollback  # both ways
 GREEDY = SamplingParams(temperature=0, max_tokens=14)
 WARM = SamplingParams(temperature=1.1, top_p=0.95, max_tokens=14, seed=5)
 
@@ -182,7 +183,7 @@ def test_other_drafts_than_the_recorded_ones_are_not_replayed() -> None:
 def test_all_is_recorded_before_the_first_request_and_nothing_after() -> None:
     calls = []
     capture = Trash()
-    engine = make_engine(requests=5, shape=DraftShape.chain(2))
+    engine = make_engine(requests=5, shape=DraftShape.chain(2), rollback="lanes")
     steps = engine.runner.record(capture, requests=5, context=100)
     steps.warm(lambda done, total, what: calls.append((done, total, what)))
     assert [c[:2] for c in calls] == [(i + 1, 12) for i in range(12)], "4 rungs, 0 .. 2 drafts"
@@ -208,7 +209,7 @@ class Full(Direct):
 
 
 def test_out_of_memory_is_one_message_and_slower_steps(caplog: pytest.LogCaptureFixture) -> None:
-    engine = make_engine(requests=4, capture=Full(CPU))
+    engine = make_engine(requests=4, capture=Full(CPU), rollback="lanes")
     steps = engine.runner.steps
     assert steps is not None
     assert len(caplog.records) == 1

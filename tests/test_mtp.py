@@ -16,14 +16,17 @@ from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
 from nemotriton.engine.outputs import CompletionOutput, Group
 from nemotriton.engine.pool import Pool
+from nemotriton.engine.replay import ReplayStates
 from nemotriton.engine.request import Piece, Request
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.engine.scheduler import Scheduler
+from nemotriton.kernels.ssm_update import ssm_step_ref
 from nemotriton.model.config import LayerKind, ModelConfig, MtpConfig
 from nemotriton.model.expected import expected
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.synth import fill
 from nemotriton.text.tokens import ByteTokenizer
+from tests import fake_model
 from tests.fake_model import PoisonRunner, finish, ids_of, submit
 from tests.test_drafts import stubbed
 
@@ -58,6 +61,13 @@ def usual(device: str) -> NemotronH:
     return made(device)
 
 
+@pytest.fixture(params=["lanes", "replay"])
+def rollback(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to roll back."""
+    monkeypatch.setattr(fake_model, "ROLLBACK", request.param)
+    return request.param
+
+
 def prompt(n: int) -> list[int]:
     return torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(n)).tolist()
 
@@ -75,10 +85,10 @@ def engine(
         len(c.attention_layers) + more[0], pages, c.attention.kv_heads, c.attention.head_dim,
         model.dtype, model.device, page_size=PAGE,
     )  # fmt: skip
-    states = MambaStates(
-        c.mamba, len(c.mamba_layers) + more[1], slots, model.dtype, model.device,
-        lanes=len(shape or ()) + 1,
-    )  # fmt: skip
+    pool = (c.mamba, len(c.mamba_layers) + more[1], slots, model.dtype, model.device)
+    states = MambaStates(*pool, lanes=len(shape or ()) + 1)
+    if fake_model.ROLLBACK == "replay":
+        states = ReplayStates(*pool, shape=shape)
     runner = PoisonRunner(
         model, Caches(kv, states), vocab=c.vocab, chunk=c.mamba.chunk, device=model.device,
         shape=shape, stateful=more[1] > 0,
@@ -109,7 +119,7 @@ class Snapshot:
         assert caches.kv is not None
         assert caches.mamba is not None
         mamba, attention = len(model.config.mamba_layers), len(model.config.attention_layers)
-        ssm, _, conv = caches.mamba.save(request.slot)
+        ssm, conv = states_of(model, caches.mamba, request.slot)
         rows = [request.pages[i // PAGE] * PAGE + i % PAGE for i in range(request.computed)]
         kv = [c[:attention].flatten(1, 2)[:, rows].clone() for c in (caches.kv.k, caches.kv.v)]
         return cls(ssm[:mamba], conv[:mamba], *kv)
@@ -119,6 +129,19 @@ class Snapshot:
             a, b = getattr(self, name), getattr(other, name)
             error, scale = float((a - b).abs().max()), max(1.0, float(b.abs().max()))
             assert error <= 1e-5 * scale, f"{name} differs by {error}"
+
+
+def states_of(model: NemotronH, states: MambaStates, slot: int) -> tuple[Tensor, Tensor]:
+    """SSM states behind the last computed token and windows of a slot, all layers."""
+    saved = MambaStates.save(states, slot)
+    if isinstance(states, ReplayStates):
+        places = states.order[slot, : states.counts[slot]].tolist()
+        for i, layer in enumerate(model.config.mamba_layers):
+            mixer = model.layers[layer].mixer
+            for at in places:
+                x, dt, B = (ring[i, slot, :, at] for ring in states.rings)
+                saved.ssm[i] = ssm_step_ref(saved.ssm[i], x, dt, mixer.A, B, B, mixer.D)[1]
+    return saved.ssm, saved.conv
 
 
 def decoded(
@@ -149,6 +172,7 @@ def close(a: Tensor, b: Tensor, name: str) -> None:
 
 
 # ----------------------------------------------------------------------------------- step by step
+@pytest.mark.usefixtures("rollback")
 @pytest.mark.parametrize("shape", ["0", "0,1", "0,1,2,3,4", "0,0,1,1,2"])
 def test_every_step_leaves_what_plain_decoding_leaves(shape: str, usual: NemotronH) -> None:
     """Drafts right up to another depth on every pass; a neighbour comes along in pieces."""
@@ -171,6 +195,7 @@ def test_every_step_leaves_what_plain_decoding_leaves(shape: str, usual: Nemotro
     assert 0 < e.draft_meter.accepted < e.draft_meter.verified
 
 
+@pytest.mark.usefixtures("rollback")
 def test_the_block_over_its_caches_is_the_block_without_them(model: NemotronH) -> None:
     """Through pieces of prompts, accepted and rejected runs, and a preemption; every pattern."""
     e = engine(model, DraftShape.chain(3), piece=11, pages=13)
@@ -193,6 +218,7 @@ def test_the_block_over_its_caches_is_the_block_without_them(model: NemotronH) -
         assert ids_of(g) == stub.truth[g.completions[0].request.id]
 
 
+@pytest.mark.usefixtures("rollback")
 @pytest.mark.parametrize("shape", ["0,1,2", "0,0,1,1,3"])
 def test_proposals_are_the_block_applied_to_its_own_output(shape: str, model: NemotronH) -> None:
     """Draft d + 1 comes from the pair (draft d, the block's output before it), in its place behind

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemotriton.engine.caches import PAGE_SIZE
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.loading import make_caches
 from nemotriton.engine.plan import CachePlan, Wishes, largest, make_plan
 from nemotriton.errors import CapacityError
@@ -63,20 +64,22 @@ def test_the_bytes_planned_are_the_bytes_allocated(name: str) -> None:
     config = ModelConfig.preset(name)
     found = plan(config, 1024, max_requests=2, max_context=256)
     device = torch.device("meta")
-    caches = make_caches(config, found, torch.bfloat16, FP32, device, 0)
+    caches = make_caches(config, found, torch.bfloat16, FP32, device, None)
     assert caches.kv is not None
     assert caches.mamba is not None
     assert found.kv == caches.kv.k.nbytes + caches.kv.v.nbytes
     assert found.states == caches.mamba.ssm.nbytes + caches.mamba.conv.nbytes
     lanes = plan(config, 1024, max_requests=2, max_context=256, drafts=2)
-    caches = make_caches(config, lanes, torch.bfloat16, FP32, device, 2)
+    caches = make_caches(config, lanes, torch.bfloat16, FP32, device, DraftShape.chain(2))
     assert caches.mamba is not None
     assert caches.mamba.conv_lanes is not None
     held = (caches.mamba.ssm, caches.mamba.conv, caches.mamba.conv_lanes)
     assert lanes.states + lanes.lanes == sum(t.nbytes for t in held)
     small = {"state_item": 1, "state_scale": 4}
     lanes = plan(config, 1024, max_requests=2, max_context=256, drafts=2, **small)
-    caches = make_caches(config, lanes, torch.bfloat16, STATE_FORMATS["int8"], device, 2)
+    caches = make_caches(
+        config, lanes, torch.bfloat16, STATE_FORMATS["int8"], device, DraftShape.chain(2)
+    )
     assert caches.mamba is not None
     assert caches.mamba.scales is not None
     held = (caches.mamba.ssm, caches.mamba.scales, caches.mamba.conv, caches.mamba.conv_lanes)
@@ -104,7 +107,7 @@ def test_models_without_a_kind_own_nothing_of_it() -> None:
     assert (attention.slots, attention.states) == (0, 0)
     assert attention.pages > 0
     for config, found in ((only["M"], mamba), (only["*"], attention)):
-        caches = make_caches(config, found, torch.bfloat16, FP32, torch.device("meta"), 0)
+        caches = make_caches(config, found, torch.bfloat16, FP32, torch.device("meta"), None)
         assert (caches.kv is None) == (found.pages == 0)
         assert (caches.mamba is None) == (found.slots == 0)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from nemotriton.kernels import chunk_table
 
 if TYPE_CHECKING:
+    from nemotriton.engine.replay import Cursors
     from nemotriton.engine.request import Piece
 
 # Sections of the packed copies start on 64 bytes, so that a kernel's pointer arguments are always
@@ -48,6 +49,7 @@ class Span:
     verify: bool = False  # decode only: rows behind the first of a sequence are drafts
     trial: bool = False  # decode only: nothing but drafts
     cells: Tensor | None = None  # [S] see MambaStates.cells
+    cursors: Cursors | None = None  # see ReplayStates.cursors; looked up with `cells`
     seeds: Tensor | None = None  # int64 [S] see MambaStates.noise; looked up with `cells`
 
 

@@ -96,7 +96,11 @@ class MambaStates:
     `cursor` int32 [slots] is the lane that holds the committed state, so that `commit` moves none
     of these large states. The windows are small: `conv_lanes` [layers, slots, lanes, W-1, conv_dim]
     (None without drafting) are copied.
+
+    This is one of two ways to roll back; the other is `replay.ReplayStates`, which has `rings`.
     """
+
+    rings: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -174,13 +178,26 @@ class MambaStates:
             index = torch.tensor(slots).to(self.seeds.device, non_blocking=True)
             self.seeds[index] = torch.tensor(seeds).to(self.seeds.device, non_blocking=True)
 
-    def commit(self, slots: Tensor, lane: Tensor) -> None:
+    def start(self, slots: Sequence[int], seeds: Sequence[int]) -> None:
+        """Say that slots are taken over by new requests, with these seeds."""
+        self.seed(slots, seeds)
+
+    def advance(self, slots: Tensor) -> None:
+        """Book the token that each of these slots, int32 [S], got in a step without drafts."""
+
+    def commit(
+        self, slots: Tensor, lane: Tensor, path: Tensor | None = None, cu: Tensor | None = None
+    ) -> None:
         """Make lane `lane[s]` the state of slot `slots[s]`, both int32 [S].
 
-        Slots must be valid and distinct. No other lane is read."""
+        Slots must be distinct; a pad (-1) repeats what the first does, which changes nothing. No
+        other lane is read. path int32 [T] and cu [S + 1]: of a draft tree, see `Verdict`."""
         assert self.conv_lanes is not None, "there are no lanes"
-        index = slots.long()
-        self.cursor.index_copy_(0, index, lane)
+        pad = slots < 0
+        index = torch.where(pad, slots[:1].clamp_min(0), slots).long()
+        lane = torch.where(pad, lane[:1], lane)
+        if self.lanes > 1:
+            self.cursor.index_copy_(0, index, lane)
         self.conv.index_copy_(1, index, self.conv_lanes[:, index, lane.long()])
 
     def save(self, slot: int) -> SavedState:

@@ -63,10 +63,11 @@ class LLM:
     same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
     share of the free memory to plan with. drafts: most tokens that the checkpoint's MTP block
     guesses a step, or tree: their shape, see `DraftShape.parse`; adapt_drafts: fewer where they do
-    not pay. graphs: record decode steps as CUDA graphs; None where there is a GPU. seed: for
-    requests that have none. impl: "ref" or "triton" for all ops, or by op. progress: called with
-    (bytes done, bytes in all, tensor) while weights load. recording: called with (shapes done, in
-    all, what) while decode steps are recorded.
+    not pay. rollback: how states forget rejected drafts, "lanes", "replay", or None or "auto",
+    see `find_rollback`. graphs: record decode steps as CUDA graphs; None where there is a GPU.
+    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. progress:
+    called with (bytes done, bytes in all, tensor) while weights load. recording: called with
+    (shapes done, in all, what) while decode steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -89,6 +90,7 @@ class LLM:
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
+        rollback: str | None = None,
         act_quant: bool = False,
         revision: str | None = None,
         offline: bool = False,
@@ -97,7 +99,7 @@ class LLM:
     ) -> None:
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
         drafting = shape is not None
         if model is None:
             weights = embedded_weights(act_quant, drafting)
@@ -127,6 +129,7 @@ class LLM:
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
+        rollback: str | None = None,
         act_quant: bool = False,
         progress: Progress | None = None,
         recording: Progress | None = None,
@@ -138,7 +141,7 @@ class LLM:
         """
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
         drafting = shape is not None
         weights = random_weights(preset, seed, layers, width_scale, quant, act_quant, drafting)
         llm = cls.__new__(cls)

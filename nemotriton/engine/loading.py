@@ -22,6 +22,7 @@ from nemotriton.engine.precision import (
     state_notes,
     weight_notes,
 )
+from nemotriton.engine.replay import ReplayStates, find_rollback, places_for
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
 from nemotriton.kernels import StateFormat
 from nemotriton.model import checkpoint, synth
@@ -177,6 +178,7 @@ class Limits:
     shape: DraftShape | None  # of the drafts of a step; None = no drafts
     memory: float
     kv_dtype: str | None = None
+    rollback: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_requests", "prefill_piece"):
@@ -229,7 +231,9 @@ def place(
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    more = (spare, graphs, states.row_bytes(0))
+    rollback = find_rollback(limits.rollback, limits.shape, device)
+    places = places_for(limits.shape) if rollback == "replay" else 0
+    more = (spare, graphs, states.row_bytes(0), places)
     wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
         config,
@@ -241,7 +245,9 @@ def place(
     model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
     weights.place(model, progress)
     model.prepare()
-    caches = make_caches(config, plan, dtype, states, device, drafts, kv_dtype, spare)
+    caches = make_caches(
+        *(config, plan, dtype, states, device, limits.shape, kv_dtype, spare, rollback)
+    )
     notes = (
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *packing_notes(model),
@@ -257,12 +263,15 @@ def make_caches(
     dtype: torch.dtype,
     states: StateFormat,
     device: torch.device,
-    drafts: int,
+    shape: DraftShape | None,
     kv_dtype: torch.dtype | None = None,
     spare: int = 0,
+    rollback: str = "lanes",
 ) -> Caches:
     """Allocate what the plan says, and `spare` pages behind it; kv_dtype None is `dtype`."""
-    kv = mamba = None
+    kv: PagedKV | None = None
+    mamba: MambaStates | None = None
+    drafts = len(shape or ())
     if plan.pages and config.attention is not None:
         layers = cache_layers(config, LayerKind.ATTENTION, drafts)
         a = config.attention
@@ -270,8 +279,11 @@ def make_caches(
         kv = PagedKV(layers, pages, a.kv_heads, a.head_dim, kv_dtype or dtype, device)
     if plan.slots and config.mamba is not None:
         layers = cache_layers(config, LayerKind.MAMBA, drafts)
-        lanes = drafts + 1
-        mamba = MambaStates(config.mamba, layers, plan.slots, dtype, device, states, lanes)
+        pool = (config.mamba, layers, plan.slots, dtype, device, states)
+        if rollback == "replay":
+            mamba = ReplayStates(*pool, shape)
+        else:
+            mamba = MambaStates(*pool, lanes=drafts + 1)
     return Caches(kv, mamba)
 
 

@@ -1,6 +1,6 @@
 """CachePlan: bytes to pages and slots, before anything is loaded.
 
-    memory = weights + work + graphs + slots * (state + lanes) + pages * page
+    memory = weights + work + graphs + slots * (state + lanes or rings) + pages * page
 
 Weights are exact, states and pages too; `work` is an upper estimate of what a step allocates, and
 `graphs` of what recorded steps keep: one decode step's work, and each recording itself. Where a
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
 from nemotriton.engine.graphs import key_limits, ladder
+from nemotriton.engine.replay import ring_entry_bytes
 from nemotriton.errors import CapacityError
 from nemotriton.kernels.attention_decode import most_splits
 from nemotriton.model.config import LayerKind, ModelConfig
@@ -41,6 +42,7 @@ class Wishes:
     spare_pages: int = 0  # pages that no request gets
     graphs: int = 0  # numbers of drafts that decode steps are recorded with; 0 = no CUDA graphs
     state_scale: int = 0  # of the scale of a row of SSM states
+    ring_places: int = 0  # of states that roll back by replay; 0 = by lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,13 @@ class CachePlan:
     work: int
     available: int
     graphs: int = 0
+    rings: int = 0
 
     @property
     def total(self) -> int:
         """All that is planned for."""
-        return self.weights + self.states + self.lanes + self.kv + self.work + self.graphs
+        states = self.states + self.lanes + self.rings
+        return self.weights + states + self.kv + self.work + self.graphs
 
     def parts(self) -> dict[str, int]:
         """Bytes by purpose, for people; what is not used is `free`."""
@@ -70,6 +74,7 @@ class CachePlan:
             "weights": self.weights,
             "states": self.states,
             "lanes": self.lanes,
+            "rings": self.rings,
             "KV": self.kv,
             "work": self.work,
             "graphs": self.graphs,
@@ -126,6 +131,7 @@ class _Planner:
     def bytes_of(self, context: int, requests: int, pages: int) -> CachePlan:
         drafts = self.wishes.drafts
         windows = (drafts + 1) * self.window_bytes if drafts else 0
+        states = 0 if self.wishes.ring_places else drafts * self.ssm_bytes
         return CachePlan(
             max_context=context,
             max_requests=requests,
@@ -133,11 +139,12 @@ class _Planner:
             slots=requests if self.ssm_bytes else 0,
             weights=self.weights,
             states=requests * (self.ssm_bytes + self.window_bytes),
-            lanes=requests * (drafts * self.ssm_bytes + windows),
+            lanes=requests * (states + windows),
             kv=(pages + self.wishes.spare_pages) * self.page_bytes,
             work=self.work(requests),
             available=self.available,
             graphs=self.graphs(context, requests),
+            rings=requests * self.ring_bytes,
         )
 
     # ---- sizes --------------------------------------------------------------------------------
@@ -159,6 +166,14 @@ class _Planner:
         if m is None:
             return 0
         return self.mamba_layers * m.inner * (m.state * w.state_item + w.state_scale)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Rings of one request, all Mamba layers."""
+        m, w = self.config.mamba, self.wishes
+        if m is None or not w.ring_places:
+            return 0
+        return self.mamba_layers * w.ring_places * ring_entry_bytes(m, w.item)
 
     @property
     def window_bytes(self) -> int:
@@ -243,7 +258,7 @@ class _Planner:
             f"{self.available / size:.1f} {unit} for it. "
         )
         if self.ssm_bytes:
-            each = (plan.states + plan.lanes) / requests / 2**20
+            each = (plan.states + plan.lanes + plan.rings) / requests / 2**20
             text += f"The states of a request take {each:.1f} MiB. "
         changes = self.changes(context, requests)
         if changes:

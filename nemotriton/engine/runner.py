@@ -156,7 +156,7 @@ class Runner:
             self._restore(move)
         if self.caches.mamba is not None:
             first = [p.request for p in step.prefill if p.start == 0]
-            self.caches.mamba.seed([r.slot for r in first], [r.seed for r in first])
+            self.caches.mamba.start([r.slot for r in first], [r.seed for r in first])
         self.clock.start()
         if shape is not None:
             return self._replay(step, shape)
@@ -182,6 +182,8 @@ class Runner:
         if verdict is not None:
             self._commit(batch, verdict)
             self.clock.mark("commit")
+        elif batch.decode is not None and self.caches.mamba is not None:
+            self.caches.mamba.advance(batch.decode.slots)
         tokens = self._gained(picked, verdict, rows)
         self._describe(lambda: logits, tokens, rows.picking)
         self._score(hidden.index_select(0, batch.logit_rows[count:]), rows.scoring)
@@ -272,7 +274,8 @@ class Runner:
         span = batch.decode
         assert span is not None
         if self.caches.mamba is not None:
-            self.caches.mamba.commit(span.slots, verdict.last)
+            tree = () if span.parents is None else (verdict.path, span.cu)
+            self.caches.mamba.commit(span.slots, verdict.last, *tree)
         if self.caches.kv is not None and span.parents is not None:
             target = batch.kv_rows[: span.end]
             start = torch.repeat_interleave(span.cu[:-1], span.cu.diff(), output_size=span.end)

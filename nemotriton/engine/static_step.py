@@ -1,8 +1,9 @@
 """A decode step of a fixed shape as work for the device alone: no host value, no new address.
 
 The same ops as `Runner.run`, on `StepInputs`; what comes out stays in `StepMemory`. Each part may
-be recorded once and replayed (see `graphs`), in order: "draft" and "commit" only where the shape
-has drafts, a second "draft" (the block's caches) wherever the model drafts at all.
+be recorded once and replayed (see `graphs`), in order: "draft" only where the shape has drafts,
+"commit" there and where states roll back by replay, a second "draft" (the block's caches) wherever
+the model drafts at all.
 """
 
 from __future__ import annotations
@@ -128,6 +129,8 @@ class StaticStep:
             found.append(("draft", self._follow))
         if self.shape.drafts:
             found.append(("commit", self._commit))
+        elif self.caches.mamba is not None and self.caches.mamba.rings is not None:
+            found.append(("commit", self._advance))
         return found
 
     # ---- the parts ----------------------------------------------------------------------------
@@ -176,19 +179,20 @@ class StaticStep:
     def _commit(self) -> None:
         """As `Runner._commit`; pads repeat what the first sequence does, which changes nothing."""
         R, S, memory = self.shape.rows, self.shape.sequences, self.memory
-        slots, last = self.inputs.view("slots", S), memory.last[:S]
+        slots, last, path = self.inputs.view("slots", S), memory.last[:S], memory.found[R : 2 * R]
+        tree = self.span.parents is not None
         if self.caches.mamba is not None:
-            pad = slots < 0
-            first = slots[:1].clamp_min(0)
-            self.caches.mamba.commit(
-                torch.where(pad, first, slots), torch.where(pad, last[:1], last)
-            )
-        if self.caches.kv is not None and self.span.parents is not None:
-            target, path = self.batch.kv_rows, memory.found[R : 2 * R]
+            self.caches.mamba.commit(slots, last, *((path, self.span.cu) if tree else ()))
+        if self.caches.kv is not None and tree:
+            target = self.batch.kv_rows
             source = torch.where(path < 0, target, target[self._owner + path.clamp_min(0)])
             pad = target < 0
             cells = [torch.where(pad, c[:1].clamp_min(0), c) for c in (source, target)]
             self.caches.kv.move(*cells)
+
+    def _advance(self) -> None:
+        assert self.caches.mamba is not None
+        self.caches.mamba.advance(self.inputs.view("slots", self.shape.sequences))
 
     # ---- the passes of the drafter ------------------------------------------------------------
 

@@ -88,6 +88,7 @@ def main(
     tree: o.Tree = None,
     adapt_drafts: o.AdaptDrafts = True,
     graphs: o.Graphs = None,
+    rollback: o.Rollback = None,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     with exit_codes(console := Console(quiet)):

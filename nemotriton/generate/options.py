@@ -272,3 +272,11 @@ Graphs = Annotated[
         default="--graphs on a GPU",
     ),
 ]
+Rollback = Annotated[
+    str | None,
+    _option(
+        *(_MACHINE, "--rollback"),
+        help="How states forget rejected drafts: auto, lanes (a state each), replay (a ring).",
+        default="auto",
+    ),
+]

@@ -15,6 +15,7 @@ from nemotriton.model.release_schemes import QUANTS
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", "bf16", "fp8")
+_ROLLBACKS = ("auto", "lanes", "replay")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Source:
 class Machine:
     """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
 
-    drafts, tree, adapt_drafts, graphs: see `LLM`.
+    drafts, tree, adapt_drafts, graphs, rollback: see `LLM`.
     """
 
     device: str | None
@@ -83,6 +84,7 @@ class Machine:
     tree: str | None = None
     adapt_drafts: bool = True
     graphs: bool | None = None
+    rollback: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:
@@ -93,6 +95,7 @@ class Machine:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
         _one_of("--state-dtype", self.state_dtype, ("auto", *STATE_DTYPES))
         _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
+        _one_of("--rollback", self.rollback, _ROLLBACKS)
         try:
             DraftShape.wanted(self.drafts, self.tree)
         except ConfigError as problem:

@@ -79,12 +79,19 @@ from nemotriton.kernels.ssd import (
     ssd_scan_ref,
 )
 from nemotriton.kernels.ssd_fused import ssd_prefill
+from nemotriton.kernels.ssm_replay import (
+    REPLAY_INTERVAL,
+    ring_places,
+    ssm_replay,
+    ssm_replay_ref,
+)
 from nemotriton.kernels.ssm_state import STATE_FORMATS, StateFormat, StateNoise
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
 from nemotriton.kernels.verify import Verdict, verify_drafts, verify_drafts_ref
 
 __all__ = [
+    "REPLAY_INTERVAL",
     "STATE_FORMATS",
     "Logprobs",
     "Routing",
@@ -135,6 +142,7 @@ __all__ = [
     "relu2_fp8_ref",
     "relu2_nvfp4",
     "relu2_nvfp4_ref",
+    "ring_places",
     "rms_norm",
     "rms_norm_ref",
     "route_experts",
@@ -154,6 +162,8 @@ __all__ = [
     "ssd_prefill_chunked_ref",
     "ssd_prefill_ref",
     "ssd_scan_ref",
+    "ssm_replay",
+    "ssm_replay_ref",
     "ssm_update",
     "ssm_update_ref",
     "time_step_ref",

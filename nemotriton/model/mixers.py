@@ -19,6 +19,7 @@ from nemotriton.kernels import (
     matmul,
     route_experts,
     ssd_prefill,
+    ssm_replay,
     ssm_update,
     write_kv,
 )
@@ -99,10 +100,10 @@ class MambaMixer(nn.Module):
         return self.out_proj(y)
 
     def _decode(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
-        """1..max_new tokens a sequence; with drafts the states stay and every step is a lane."""
+        """1..max_new tokens a sequence; with drafts the states stay and every step is a lane, or
+        its inputs are in the ring, whichever way the states roll back."""
         i, w, b = self.index, self.conv1d.weight, self.conv1d.bias
-        conv_lanes, ssm_lanes = states.layer_lanes(i) if span.verify else (None, None)
-        scales, lane_scales = states.layer_scales(i)
+        conv_lanes = states.conv_lanes[i] if span.verify else None
         update = not (span.verify or span.trial)
         xBC = causal_conv1d_update(
             xBC,
@@ -117,6 +118,10 @@ class MambaMixer(nn.Module):
             parents=span.parents,
         )
         x, B, C = self.heads(xBC)
+        if states.rings is not None:
+            return self._replay(x, dt, B, C, span, states)
+        scales, lane_scales = states.layer_scales(i)
+        ssm_lanes = states.layer_lanes(i)[1] if span.verify else None
         return ssm_update(
             x,
             dt,
@@ -136,6 +141,43 @@ class MambaMixer(nn.Module):
             lane_slots=span.slots if span.verify else None,
             scales=scales,
             lane_scales=lane_scales if span.verify else None,
+            noise=states.noise(span, i),
+        )
+
+    def _replay(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        span: Any,
+        states: Any,
+    ) -> torch.Tensor:
+        """The same from the states stored last and the inputs since."""
+        i = self.index
+        x_ring, dt_ring, B_ring = (ring[i] for ring in states.rings)
+        counts, order = states.cursors(span)
+        return ssm_replay(
+            x,
+            dt,
+            self.A,
+            B,
+            C,
+            self.D,
+            self.dt_bias,
+            states.ssm[i],
+            x_ring,
+            dt_ring,
+            B_ring,
+            span.cu,
+            states.cells(span),
+            counts,
+            order,
+            span.max_new,
+            dt_limit=self.mamba.dt_limit,
+            update=not span.trial,
+            parents=span.parents,
+            scales=states.layer_scales(i)[0],
             noise=states.noise(span, i),
         )
 
