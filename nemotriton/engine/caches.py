@@ -164,10 +164,12 @@ class MambaStates:
         return StateNoise(span.seeds, span.lengths, index)
 
     def _look_up(self, span: Span) -> None:
+        span.cells = span.slots
+        if self.lanes == 1 and self.seeds is None:
+            return
         slots = span.slots.clamp_min(0).long()
         if self.seeds is not None:
             span.seeds = self.seeds[slots]
-        span.cells = span.slots
         if self.lanes > 1:
             cell = span.slots * self.lanes + self.cursor[slots]
             span.cells = torch.where(span.slots < 0, -1, cell)
