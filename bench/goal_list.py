@@ -70,7 +70,7 @@ def linears() -> Iterator[Goal]:
     yield Goal("linear", label, "fp8_matmul", case, 2048, 0.85, "cuBLAS", rival=cublas_fp8)
     for tokens in (1, 16):
         us = 0.5625 * 18560 * 4096 / 4.28e6 / 0.85
-        yield Goal("linear", "NVFP4", "nvfp4_matmul", Case(N=18560, K=4096), tokens, us)
+        yield Goal("linear", "NVFP4", "packed_matmul", Case(N=18560, K=4096), tokens, us)
 
 
 def cublas(args: Args) -> torch.Tensor:

@@ -20,7 +20,7 @@ import nemotriton.kernels  # noqa: F401  (registers the specs)
 from nemotriton.autotune.parity import generator
 from nemotriton.autotune.sass import Resources, resources
 from nemotriton.errors import UnsupportedError, require
-from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile, compile_only, use_tile
+from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile, compile_only, targeting, use_tile
 from nemotriton.model.config import ModelConfig
 
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448}
@@ -79,12 +79,13 @@ def jobs(
     for name in kernels or sorted(SPECS):
         spec = SPECS[name]
         for case in dict.fromkeys(c for config in configs for c in spec.cases(config)):
-            defaults = {spec.default(case, t): t for t in reversed(spec.tokens)}
             tiles = dict.fromkeys(spec.tiles(case)) if every_tile else {}
-            for tile in {**dict.fromkeys(defaults), **tiles}:
-                tokens = defaults.get(tile, max(t for t in spec.tokens if t <= 1024))
-                for dtype in [d for d in dtypes if d in spec.dtypes] or spec.dtypes[:1]:
-                    for arch in [a for a in arches if a in (spec.arches or arches)]:
+            for arch in [a for a in arches if a in (spec.arches or arches)]:
+                with targeting(arch):
+                    defaults = {spec.default(case, t): t for t in reversed(spec.tokens)}
+                for tile in {**dict.fromkeys(defaults), **tiles}:
+                    tokens = defaults.get(tile, max(t for t in spec.tokens if t <= 1024))
+                    for dtype in [d for d in dtypes if d in spec.dtypes] or spec.dtypes[:1]:
                         job = Job(name, case, tokens, dtype, tile, tile in defaults, arch)
                         seen.setdefault((name, case, dtype, tile, arch), job)
     return list(seen.values())

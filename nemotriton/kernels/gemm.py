@@ -44,6 +44,7 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     next_pow2,
+    on_hopper,
     op,
 )
 
@@ -302,12 +303,12 @@ def _swapped(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
 
 def _pointers(tile: Tile) -> Tile:
     """The tile of the form without descriptors that has the same blocks."""
-    blocks = {k: v for k, v in tile.items() if k != "TMA"}
+    blocks = {k: v for k, v in tile.items() if k not in ("TMA", "HALVES")}
     return Tile(**blocks).but(SWAP=False, SPLITS=1)
 
 
 def _default(case: Case, tokens: int) -> Tile:
-    """Good on Hopper and sane on Blackwell without tuning; within 100 KB of shared memory."""
+    """Good on Hopper without tuning; elsewhere sane, and within 100 KB of shared memory."""
     # fp32: Triton 3.6 and 3.7 turn a dot of 64 or more rows into tf32 on sm_100, "ieee" or not
     if case.ieee:
         few = tokens <= 64
@@ -319,9 +320,9 @@ def _default(case: Case, tokens: int) -> Tile:
     if tokens <= SWAP_TOKENS:
         shape = next(s for s in SWAPPED if s[0] == next_pow2(tokens))
         return _swapped(case, shape, PROGRAMS[0])
-    # descriptors cost the host more time than few tokens cost the GPU
-    tile = square_tile(SQUARE[0])
-    return tile if tokens > 512 else _pointers(tile)
+    if tokens <= 512:  # descriptors cost the host more time than the GPU has work
+        return _pointers(square_tile(SQUARE[0]))
+    return square_tile(SQUARE[-1 if on_hopper() else 0])
 
 
 def _tiles(case: Case) -> list[Tile]:

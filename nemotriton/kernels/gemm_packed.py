@@ -348,4 +348,5 @@ PACKED_MATMUL = KernelSpec(
     small_tokens=(0, 1, 17),
     per_token=("x",),
     strided=("x",),
+    arches=(90,),
 )

@@ -53,6 +53,7 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     next_pow2,
+    on_hopper,
     op,
     target,
 )
@@ -361,13 +362,15 @@ def _fp8_default(case: Case, tokens: int) -> Tile:
     if tokens <= 64:
         n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
         return square_tile((64, n, 128, 4, 3))
+    if on_hopper():
+        return _HALVES_FP8[0]
     return square_tile(SQUARE_FP8[0])
 
 
+_HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]
 SQUARE_FP8 = (
     (128, 128, 128, 4, 3),
     (128, 128, 128, 8, 3),
-    (128, 256, 128, 8, 3),
     (64, 128, 128, 4, 4),
     (64, 64, 128, 4, 4),
     (64, 32, 128, 4, 4),
@@ -389,7 +392,7 @@ def _tiles(case: Case) -> list[Tile]:
 
 
 def _fp8_tiles(case: Case) -> list[Tile]:
-    squares = [square_tile(shape) for shape in SQUARE_FP8] if case.Q else []
+    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
     return [*stream_tiles(1), *squares, *_tiles(case)]
 
 
@@ -409,8 +412,9 @@ def _spec(
     stored: float,
     default: Callable[[Case, int], Tile],
     tiles: Callable[[Case], list[Tile]],
-    quantised: tuple[int, ...],
 ) -> Any:
+    inputs = (0, 1) if wrapper is fp8_matmul else (0,)
+
     def cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
         moved = stored * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
         return Cost(2 * T * case.N * case.K, int(moved))
@@ -435,15 +439,6 @@ def _spec(
     )
 
 
-FP8_MATMUL = _spec(
-    fp8_matmul, _make_fp8, ("x", "weight"), 1.0, _fp8_default, _fp8_tiles, quantised=(0, 1)
-)
-NVFP4_MATMUL = _spec(
-    nvfp4_matmul,
-    _make_nvfp4,
-    ("x", "codes", "scales"),
-    0.5625,
-    _generic,
-    _tiles,
-    quantised=(0,),
-)
+FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0, _fp8_default, _fp8_tiles)
+_NVFP4 = ("x", "codes", "scales")
+NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, _NVFP4, 0.5625, _generic, _tiles)

@@ -25,32 +25,41 @@ PARTIAL = 128
 def _square(
     x_desc, w_desc, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
     r_stride, T, N, K,
-    RELU2: tl.constexpr, PARTIAL: tl.constexpr, GROUP: tl.constexpr,
+    RELU2: tl.constexpr, PARTIAL: tl.constexpr, GROUP: tl.constexpr, HALVES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs, GROUP rows of tiles at a time, column by column."""
+    """One tile of outputs, HALVES * BLOCK_N wide; GROUP rows of tiles at a time, column by column.
+
+    With two halves, one's additions to the sum run while the tensor cores have the other."""
     pid = tl.program_id(0).to(tl.int64)
-    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_n = tl.cdiv(N, HALVES * BLOCK_N)
     tiles_t = tl.cdiv(T, BLOCK_T)
     first = pid // (GROUP * tiles_n) * GROUP
     rows = tl.minimum(tiles_t - first, GROUP)
     t0 = (first + pid % rows) * BLOCK_T
-    n0 = pid % (GROUP * tiles_n) // rows * BLOCK_N
+    n0 = pid % (GROUP * tiles_n) // rows * (HALVES * BLOCK_N)
     t_at, n_at = t0.to(tl.int32), n0.to(tl.int32)
 
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    more = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         x = x_desc.load([t_at, k])
-        w = w_desc.load([n_at, k])
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee", max_num_imprecise_acc=PARTIAL)
+        w = tl.trans(w_desc.load([n_at, k]))
+        acc = tl.dot(x, w, acc, input_precision="ieee", max_num_imprecise_acc=PARTIAL)
+        if HALVES == 2:
+            w = tl.trans(w_desc.load([n_at + BLOCK_N, k]))
+            more = tl.dot(x, w, more, input_precision="ieee", max_num_imprecise_acc=PARTIAL)
 
     if weight_scale_ptr is not None:
         scale = tl.load(weight_scale_ptr)
         if input_scale_ptr is not None:
             scale *= tl.load(input_scale_ptr)
         acc *= scale
-    t, n = t0 + tl.arange(0, BLOCK_T), n0 + tl.arange(0, BLOCK_N)
-    finish(acc, b_ptr, r_ptr, y_ptr, t[:, None], n[None, :], T, N, r_stride, RELU2)
+        more *= scale
+    t, n = (t0 + tl.arange(0, BLOCK_T))[:, None], (n0 + tl.arange(0, BLOCK_N))[None, :]
+    finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
+    if HALVES == 2:
+        finish(more, b_ptr, r_ptr, y_ptr, t, n + BLOCK_N, T, N, r_stride, RELU2)
 
 
 def describable(*matrices: torch.Tensor) -> bool:
@@ -86,11 +95,12 @@ def square(
     partial = PARTIAL if x.dtype == torch.float8_e4m3fn else None
     blocks = {key: v for key, v in tile.items() if key != "TMA"}
     args = (*operands, *scales, bias, residual, y, r_stride, T, N, K)
-    launch(_square, (cdiv(T, t) * cdiv(N, n),), *args, RELU2=squared, PARTIAL=partial, **blocks)
+    grid = (cdiv(T, t) * cdiv(N, n * int(tile["HALVES"])),)
+    launch(_square, grid, *args, RELU2=squared, PARTIAL=partial, **blocks)
 
 
-def square_tile(shape: tuple[int, int, int, int, int]) -> Tile:
+def square_tile(shape: tuple[int, int, int, int, int], halves: int = 1) -> Tile:
     """(BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages) as a tile of this form."""
     t, n, k, warps, stages = shape
     tile = Tile(TMA=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
-    return tile.but(GROUP=8)
+    return tile.but(GROUP=8, HALVES=halves)

@@ -24,7 +24,8 @@ import triton
 
 from nemotriton import device
 from nemotriton.autotune import cache
-from nemotriton.errors import UnsupportedError, require
+from nemotriton.errors import require
+from nemotriton.kernels.stub_driver import stub_driver
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -186,7 +187,7 @@ class KernelSpec:
         if forced is not None:
             return forced
         bucket = next((b for b in self.tokens if tokens <= b), tokens)
-        key = (bucket, where.device, where.dtype, *axes.values())
+        key = (bucket, where.device, _TARGET.get(), where.dtype, *axes.values())
         tile = self._chosen.get(key)
         if tile is None:
             tile = self._chosen[key] = self._choose(bucket, where, axes)
@@ -344,17 +345,35 @@ def compile_only(arch: int) -> Iterator[list[Compiled]]:
     from triton.runtime.driver import driver
 
     previous = driver._active if hasattr(driver, "_active") else None
-    driver.set_active(_stub_driver(arch))
+    driver.set_active(stub_driver(arch))
     done: list[Compiled] = []
-    token, target_token = _COMPILED.set(done), _TARGET.set(arch)
+    token = _COMPILED.set(done)
     clear_compiled()
     try:
-        yield done
+        with targeting(arch):
+            yield done
     finally:
         _COMPILED.reset(token)
-        _TARGET.reset(target_token)
         clear_compiled()
         driver.set_active(previous)
+
+
+@contextlib.contextmanager
+def targeting(arch: int) -> Iterator[None]:
+    """Inside the block default tiles are those for compute capability `arch` (90, 100, 120)."""
+    token = _TARGET.set(arch)
+    try:
+        yield
+    finally:
+        _TARGET.reset(token)
+
+
+def on_hopper() -> bool:
+    """Whether default tiles are chosen for compute capability 9.x: that of `targeting`, or of the
+    current GPU."""
+    if INTERPRET:
+        return False
+    return (_TARGET.get() or 10 * device.info().capability[0]) // 10 == 9
 
 
 def target(where: torch.device) -> int:
@@ -389,45 +408,6 @@ def clear_compiled() -> None:
         for kernel in spec.kernels:
             if hasattr(kernel, "device_caches"):
                 kernel.device_caches.clear()
-
-
-def _stub_driver(arch: int) -> Any:
-    """A Triton driver that only answers which target to compile for."""
-    from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
-
-    class TargetOnly(DriverBase):
-        def __init__(self) -> None:
-            self.get_current_device = lambda: 0
-            self.get_current_stream = lambda index=None: 0
-            self.set_current_device = lambda index: None
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", arch, 32)
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("meta")
-
-        def get_benchmarker(self) -> Any:
-            raise UnsupportedError("nothing is timed under compile_only")
-
-        def get_device_interface(self) -> Any:
-            raise UnsupportedError("there is no device under compile_only")
-
-        def get_empty_cache_for_benchmark(self) -> Any:
-            raise UnsupportedError("there is no device under compile_only")
-
-        def clear_cache(self, cache: Any) -> None:
-            raise UnsupportedError("there is no device under compile_only")
-
-    return TargetOnly()
 
 
 def cdiv(a: int, b: int) -> int:

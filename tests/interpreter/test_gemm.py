@@ -5,6 +5,7 @@ import torch
 
 from nemotriton.autotune import parity
 from nemotriton.kernels.gemm import MATMUL, matmul
+from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.op import Tile, use_tile
 from tests.conftest import Poison
 
@@ -17,8 +18,9 @@ FORMS = {
     "split": Tile(**SMALL, SWAP=True, SPLITS=3),
     "square-split": Tile(**SMALL, SWAP=False, SPLITS=2),
 }
-TMA = Tile(TMA=True, BLOCK_T=16, BLOCK_N=32, BLOCK_K=32, GROUP=3, num_warps=1, num_stages=1)
-ALL = FORMS | {"stream": STREAM, "descriptors": TMA}  # 16-bit products only
+TMA = square_tile((16, 32, 32, 1, 1)).but(GROUP=3)
+HALVES = TMA.but(HALVES=2, BLOCK_N=16)
+ALL = FORMS | {"stream": STREAM, "descriptors": TMA, "halves": HALVES}  # 16-bit products only
 
 
 def arguments(T: int, N: int, K: int, dtype: torch.dtype = BF16) -> dict:
@@ -55,7 +57,7 @@ def test_every_remainder_of_k(form: str, K: int, poison: Poison) -> None:
     assert_parity(arguments(5, 33, K), ALL[form])
 
 
-@pytest.mark.parametrize("form", ["square", "swapped", "stream", "descriptors"])
+@pytest.mark.parametrize("form", ["square", "swapped", "stream", "halves"])
 @pytest.mark.parametrize("T,N", [(1, 1), (16, 32), (17, 33), (130, 100), (100, 1)])
 def test_the_grouped_order_meets_every_tile(form: str, T: int, N: int, poison: Poison) -> None:
     assert_parity(arguments(T, N, 40), ALL[form])

@@ -8,6 +8,7 @@ import torch
 import nemotriton.kernels as K
 from nemotriton.kernels.fp4 import nvfp4_values_ref, pack
 from nemotriton.kernels.gemm_quant import random_fp8, random_nvfp4
+from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.op import Tile, use_tile
 from nemotriton.kernels.quantize import round_rows
 from tests.conftest import Poison
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 TILE = Tile(BLOCK_T=16, BLOCK_N=256, BLOCK_K=128, SPLITS=1, GROUP=8, num_warps=4, num_stages=2)
 STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, BLOCK_K=32, num_warps=2, num_stages=1)
-SQUARE = Tile(TMA=True, BLOCK_T=16, BLOCK_N=64, BLOCK_K=128, GROUP=2, num_warps=4, num_stages=1)
+SQUARE = square_tile((16, 32, 128, 4, 1), halves=2).but(GROUP=2)
 SCHEMES = pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 
 
