@@ -24,6 +24,7 @@ ORDER = [
     ["errors"],
     ["device"],
     ["autotune.cache"],
+    ["kernels.stub_driver"],
     ["kernels.op"],
     ["kernels.numerics"],
     ["kernels.*"],

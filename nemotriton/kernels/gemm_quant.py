@@ -424,7 +424,7 @@ def _spec(
         op=wrapper,
         kernels=(_matmul_quant, _sum_splits, _stream, _square),
         cases=lambda config: [
-            Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in quantised
+            Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],
         small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0)],
         tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),

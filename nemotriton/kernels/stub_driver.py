@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from nemotriton.errors import UnsupportedError
 
 
