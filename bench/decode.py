@@ -142,7 +142,7 @@ def noise(llm: LLM) -> None:
             for part in tensor:
                 if part.is_floating_point():
                     part.copy_(torch.randn(part.shape, device=part.device).mul_(0.1))
-                else:
+                elif part.dtype in (torch.int8, torch.int16):  # states; wider ones are indices
                     part.random_(-40, 40)
 
 
