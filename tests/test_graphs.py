@@ -24,6 +24,8 @@ from nemotriton.engine.graphs import (
     ladder,
 )
 from nemotriton.engine.outputs import Group
+from nemotriton.engine.request import Piece, Request
+from nemotriton.engine.step_inputs import StepInputs, StepShape
 from nemotriton.errors import UnsupportedError
 from tests import test_drafts
 from tests.fake_model import VOCAB, finish, ids_of, make_engine, submit
@@ -129,6 +131,22 @@ def test_models_without_pages_or_slots(pages: int | None, slots: int | None) -> 
     sizes = {"pages": pages, "slots": slots, "requests": 4, "max_context": 64}
     work = [(5, GREEDY), (9, WARM), (3, GREEDY)]
     assert served(recorded(**sizes), work) == served(make_engine(**sizes), work)
+
+
+def test_a_request_that_comes_back_in_its_old_row_is_read_anew() -> None:
+    """Other pages and another slot, and nothing else has been in its row meanwhile."""
+    inputs = StepInputs(2, 1, [64], page_size=4, spare=9, vocab=VOCAB, device=CPU)
+    request = Request("r", 0, prompt_of(9), WARM, seed=3, limit=9, output=[4], computed=9)
+    shape = StepShape(2, 1, 64)
+    for slot, pages in ((1, [2, 3, 4]), (0, [5, 2, 7])):
+        request.slot, request.pages, request.drafts = slot, pages, 0
+        inputs.fill([Piece(request, 9, 1)], shape, [0, 1])
+        assert inputs.view("slots", 2).tolist() == [slot, -1]
+        assert inputs.tables[64].device[0, :4].tolist() == [*pages, 9]
+        cell = 4 * pages[2] + 1
+        assert inputs.view("kv_rows", 4).tolist() == [cell, cell + 1, -1, -1]
+        assert inputs.view("lengths", 2).tolist() == [11, 0]
+        inputs.forget()  # as `DecodeSteps.settle` does before a restore
 
 
 def test_penalties_minimum_and_logprobs_beside_plain_requests() -> None:
