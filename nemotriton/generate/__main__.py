@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -98,6 +99,8 @@ def main(
 def answer(given: dict[str, Any], view: View) -> None:
     """Check the options, load the model and do the work. torch is imported here and not before."""
     work, source, machine = work_of(given), source_of(given), machine_of(given)
+    if machine.max_requests is None and len(work.prompts) <= 1 and not work.lines:
+        machine = replace(machine, max_requests=1)  # no memory, and no recorded steps, for more
     from nemotriton.generate.interactive import converse
     from nemotriton.generate.loading import opened
 

@@ -79,7 +79,8 @@ def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> 
     for note in llm.notes:
         console.line("weights", note)
     plan = llm.plan
-    room = f"{plan.max_requests} requests of up to {plan.max_context:,} tokens"
+    requests = "1 request" if plan.max_requests == 1 else f"{plan.max_requests} requests"
+    room = f"{requests} of up to {plan.max_context:,} tokens"
     console.memory(plan.available, plan.parts(), room)
     if isinstance(llm.tokenizer, ByteTokenizer) and not embedded:
         where = "" if llm.directory is None else f" in {llm.directory}"
