@@ -28,7 +28,9 @@ from nemotriton.autotune.timing import CudaStopwatch, summary
 from nemotriton.autotune.trial import Facts
 from nemotriton.device import info
 from nemotriton.engine.loading import Weights, random_weights
+from nemotriton.engine.replay import ring_entry_bytes
 from nemotriton.engine.request import State
+from nemotriton.kernels import REPLAY_INTERVAL
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.mixers import MoeMixer
 
@@ -105,13 +107,17 @@ def kind_of(config: ModelConfig, name: str) -> str:
 def caches(config: ModelConfig, load: Load) -> dict[str, float]:
     """Bytes of states, windows and K/V that a step reads and writes."""
     found: dict[str, float] = {}
-    writes = load.drafts + 1  # a verify pass keeps a state a row
     if config.mamba is not None and config.mamba_layers:
         m = config.mamba
         state = m.inner * m.state * load.state_item
         window = (m.conv_width - 1) * m.conv_dim * load.item
         layers = len(config.mamba_layers)
-        found["M states"] = layers * load.batch * (1 + writes) * (state + window)
+        nbytes = 2 * (state + window)
+        if load.drafts:  # by replay: the state is written when its window is full
+            entries = REPLAY_INTERVAL / 2 + 2 * (load.drafts + 1)
+            nbytes = state * (1 + 1 / REPLAY_INTERVAL) + window * (load.drafts + 4)
+            nbytes += entries * ring_entry_bytes(m, load.item)
+        found["M states"] = layers * load.batch * nbytes
     if config.attention is not None and config.attention_layers:
         token = 2 * config.attention.kv_rows * load.kv_item
         layers = len(config.attention_layers)

@@ -36,7 +36,7 @@ def test_many_rows_reach_all_experts_and_drafts_read_more() -> None:
     plain, drafting = (decode.card(weights, Load(16, 1024, d)) for d in (0, 3))
     assert drafting["head"] == 4 * plain["head"]
     assert drafting["M weights"] == plain["M weights"]
-    assert drafting["M states"] == plain["M states"] * 5 / 2
+    assert drafting["M states"] < plain["M states"], "a state is seldom written"
     assert plain["MTP weights"] == 0 < drafting["MTP weights"]
 
 

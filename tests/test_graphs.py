@@ -244,8 +244,8 @@ def test_nothing_is_recorded_with_cuda_graphs_here() -> None:
     assert not isinstance(find_capture(True, CPU, []), CudaGraphs)
 
 
-@pytest.mark.parametrize("tree", [None, "0,1", "0,0,1"])
-def test_a_real_model(tree: str | None) -> None:
+@pytest.mark.parametrize("tree, rollback", [(None, "lanes"), ("0,1", "lanes"), ("0,0,1", "replay")])
+def test_a_real_model(tree: str | None, rollback: str) -> None:
     """Every layer kind; tokens as without recording, of as many requests as come together."""
     params = [
         SamplingParams(temperature=t, seed=7, max_tokens=12 + 3 * i, ignore_eos=True)
@@ -256,7 +256,7 @@ def test_a_real_model(tree: str | None) -> None:
     for graphs in (True, False):
         with LLM.synthetic(
             "tiny", dtype="float32", device="cpu", max_context=128, max_requests=3, tree=tree,
-            adapt_drafts=False, graphs=graphs,
+            adapt_drafts=False, graphs=graphs, rollback=rollback,
         ) as llm:  # fmt: skip
             outputs = llm.generate(prompts, params)
             found.append([o.outputs[0].token_ids for o in outputs])

@@ -57,11 +57,21 @@ def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Found:
     return [g.completions[0].request.output for g in groups], hidden
 
 
-@pytest.mark.parametrize("drafts", ["0", "1", "2", "3", "tree"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"drafts": 1},
+        {"drafts": 2, "rollback": "lanes"},
+        {"drafts": 3},
+        {"tree": "0,0,1"},
+        {"tree": "0,0,1", "rollback": "lanes"},
+    ],
+    ids=str,
+)
 def test_graphs_give_the_bits_of_single_launches(
-    drafts: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"tree": "0,0,1"} if drafts == "tree" else {"drafts": int(drafts)}
     found = []
     for graphs in (True, False):
         with made(graphs, **given) as llm:
