@@ -115,9 +115,9 @@ def state_notes(wanted: Dtype, config: ModelConfig, states: StateFormat) -> list
     how = " with an fp32 scale a row" if states.scaled else ""
     how = ", rounded stochastically" if states.stochastic else how
     whose = "the model's" if wanted in (None, "auto") else "as asked for"
-    size = len(config.mamba_layers) * m.inner * states.row_bytes(m.state) / 2**20
-    name = _name(states.dtype)
-    return [f"recurrent states are {name}{how} ({whose}): {size:,.1f} MiB a request"]
+    size = len(config.mamba_layers) * m.inner * states.row_bytes(m.state)
+    shown = f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
+    return [f"recurrent states are {_name(states.dtype)}{how} ({whose}): {shown} a request"]
 
 
 def weight_notes(
