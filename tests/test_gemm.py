@@ -70,11 +70,12 @@ def test_every_matrix_of_super_is_a_case_once() -> None:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs the compiler")
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("T", [1, 300])
-def test_fp32_products_stay_fp32(arch: int, T: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp32_products_stay_fp32(arch: int, T: int, dtype: torch.dtype) -> None:
     """No tile of the router's product may reach a tensor core in tf32 (Triton 3.6 and 3.7 do so
     on sm_100 from 64 rows on, whatever precision is asked for)."""
     case = Case(N=512, K=4096, ieee=1)
-    x = torch.empty(T, 4096, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(T, 4096, dtype=dtype, device="meta")
     w = torch.empty(512, 4096, device="meta")
     widest = max(MATMUL.tiles(case), key=lambda t: (t["BLOCK_T"], t["BLOCK_N"], t["BLOCK_K"]))
     for tile in (MATMUL.default(case, T), widest):

@@ -6,8 +6,9 @@
 
 x [T, K] with a free row stride, weight [N, K] as the checkpoint stores it, bias [N] or None,
 residual [T, N]; y [T, N] in x's dtype or `out_dtype` (fp32 logits from bf16 inputs), rounded once.
-bf16 and fp16 products are summed in fp32 on tensor cores. Where either side is fp32, as in the
-router, both are widened and multiplied in fp32 (no tf32).
+bf16 and fp16 products are summed in fp32 on tensor cores. A fp32 weight beside bf16 x, as in the
+router, is multiplied there too, in three bf16 parts that keep its 24 bits. Where else a side is
+fp32, both are widened and multiplied in fp32 (no tf32).
 
 A few tokens are a matter of streaming the weight (`gemm_stream`). For some more it still stands on
 the tensor core's long side (SWAP), and K is split over programs (SPLITS), whose partial sums a
@@ -27,6 +28,7 @@ from nemotriton.kernels.gemm_square import _square, describable, square, square_
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
     _stream,
+    dot_parts,
     finish,
     stream,
     stream_suits,
@@ -76,7 +78,8 @@ def matmul_ref(
 def _matmul(
     x_ptr, w_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, w_stride, r_stride, T, N, K,
-    RELU2: tl.constexpr, IEEE: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr,
+    RELU2: tl.constexpr, IEEE: tl.constexpr, PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SWAP: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +110,11 @@ def _matmul(
         if IEEE:
             x = x.to(tl.float32)
             w = w.to(tl.float32)
-        if SWAP:
+        if PARTS and SWAP:
+            acc = dot_parts(w, tl.trans(x), acc, True)
+        elif PARTS:
+            acc = dot_parts(tl.trans(w), x, acc, False)
+        elif SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
@@ -152,8 +159,12 @@ def matmul(
     The dtypes of x and weight are equal, or one of them is fp32: then the product is fp32 too."""
     T, N, K = _check(x, weight, bias, epilogue, residual)
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
-    ieee = torch.float32 in (x.dtype, weight.dtype)
-    tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(ieee))
+    wide = torch.float32 in (x.dtype, weight.dtype)
+    parts_of_w = wide and x.dtype == torch.bfloat16
+    ieee = wide and not parts_of_w
+    tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(wide))
+    if ieee and ("STREAM" in tile or tile["BLOCK_T"] > IEEE_ROWS):
+        tile = _ieee_tile(Case(N=N, K=K), T)
     squared = epilogue == "relu2"
     if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
         form = stream if "STREAM" in tile else square
@@ -166,7 +177,8 @@ def matmul(
     splits = int(tile["SPLITS"])
     steps = cdiv(K, block_k * splits)
     r_stride = 0 if residual is None else residual.stride(0)
-    constants = {"IEEE": ieee, "STEPS": steps, "EVEN_K": block_k * splits * steps == K}
+    constants = {"IEEE": ieee, "PARTS": parts_of_w}
+    constants |= {"STEPS": steps, "EVEN_K": block_k * splits * steps == K}
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
     if splits == 1:
@@ -307,14 +319,33 @@ def _pointers(tile: Tile) -> Tile:
     return Tile(**blocks).but(SWAP=False, SPLITS=1)
 
 
+# Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not
+IEEE_ROWS = 32
+
+
+def _ieee_tile(case: Case, tokens: int) -> Tile:
+    """A tile without tensor cores."""
+    few = tokens <= 64
+    shape = (16, 32, 64, 4, 2) if few else (IEEE_ROWS, 128, 64, 4, 2)
+    tile = _pointers(square_tile(shape))
+    return tile.but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
+
+
+def _parts_tile(case: Case, tokens: int, shape: tuple[int, ...]) -> Tile:
+    """A tile for a fp32 weight in parts, with K split until there are programs enough."""
+    tile = _pointers(square_tile(shape))
+    tiles, splits = cdiv(tokens, shape[0]) * cdiv(case.N, shape[1]), 1
+    while splits < 8 and tiles * splits < PROGRAMS[0] and 512 * splits <= case.K:
+        splits *= 2
+    return tile.but(SPLITS=splits)
+
+
 def _default(case: Case, tokens: int) -> Tile:
     """Good on Hopper without tuning; elsewhere sane, and within 100 KB of shared memory."""
-    # fp32: Triton 3.6 and 3.7 turn a dot of 64 or more rows into tf32 on sm_100, "ieee" or not
     if case.ieee:
-        few = tokens <= 64
-        shape = (16, 32, 64, 4, 2) if few else (32, 128, 64, 4, 2)
-        tile = _pointers(square_tile(shape))
-        return tile.but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
+        if tokens <= STREAM_TOKENS:
+            return stream_tile(case.N, tokens, 4)
+        return _parts_tile(case, tokens, (64, 64, 64, 4, 3))
     if tokens <= STREAM_TOKENS:
         return stream_tile(case.N, tokens, 2)
     if tokens <= SWAP_TOKENS:
@@ -327,12 +358,10 @@ def _default(case: Case, tokens: int) -> Tile:
 
 def _tiles(case: Case) -> list[Tile]:
     if case.ieee:
-        base = Tile(GROUP=8, SWAP=False, num_warps=4, num_stages=2)
-        return [
-            base.but(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, SPLITS=s)
-            for t, n, s in ((16, 32, 8), (16, 32, 4), (16, 64, 8), (32, 64, 4), (32, 128, 1))
-            for k in (32, 64)
-        ]
+        shapes = ((64, 64, 64, 4, 3), (64, 64, 32, 4, 4), (64, 128, 32, 4, 4), (128, 64, 32, 8, 4))
+        square_tiles = [_pointers(square_tile(shape)) for shape in shapes]
+        split = [tile.but(SPLITS=n) for tile in square_tiles for n in (1, 2, 8)]
+        return [*stream_tiles(4), *split]
     swapped = [_swapped(case, shape, p) for shape in SWAPPED for p in PROGRAMS]
     squares = [square_tile(shape) for shape in SQUARE]
     return [*stream_tiles(2), *dict.fromkeys(swapped), *squares, *map(_pointers, squares)]
@@ -344,9 +373,7 @@ def _suits(tile: Tile, tokens: int) -> bool:
         return stream_suits(tile, tokens)
     if tile.get("SWAP", False):
         return tile["BLOCK_T"] == max(16, next_pow2(tokens))
-    if tile["BLOCK_T"] <= 32:  # fp32
-        return tokens <= 64 or tile["BLOCK_T"] == 32
-    return tokens > SWAP_TOKENS // 2
+    return tokens > (STREAM_TOKENS if tile["BLOCK_T"] == 64 else SWAP_TOKENS // 2)
 
 
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:

@@ -7,8 +7,8 @@ programs and warps to keep the memory busy without parts of K in other programs,
 need a second kernel. W is the tensor core's long side, tokens the short one; mma.sync takes both
 operands from registers, so that e4m3 numbers become 16-bit ones on the way.
 
-x [T, K] with a free row stride, bf16 or fp16; W [N, K] in x's dtype, or e4m3 as bytes. A row's sum
-depends on the tile, never on the number of rows. With ASM a NaN among e4m3 weights counts as 480.
+x [T, K] with a free row stride, bf16 or fp16; W [N, K] in x's dtype, or e4m3 as bytes, or fp32
+beside bf16 x (`dot_parts`). A row's sum depends on the tile, never on the number of rows.
 """
 
 import torch
@@ -71,6 +71,22 @@ def e4m3_to(byte, dtype: tl.constexpr, ASM: tl.constexpr):
         return e4m3_decode(byte.to(tl.int32)).to(dtype)
 
 
+@triton.jit
+def dot_parts(w, x, acc, SWAP: tl.constexpr):
+    """acc + w x (SWAP), or x w, for fp32 w and bf16 x on the 16-bit tensor cores.
+
+    24 bits of w are three bf16 numbers of 8 bits, each what the ones before it leave, so products
+    are exact and only their fp32 sum rounds. An infinite w leaves NaN, as inf - inf."""
+    for _ in tl.static_range(3):
+        part = w.to(tl.bfloat16)
+        w -= part.to(tl.float32)
+        if SWAP:
+            acc = tl.dot(part, x, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, part, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["T"])
 def _stream(
     x_ptr, w_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
@@ -101,7 +117,10 @@ def _stream(
             x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
         if w_ptr.dtype.element_ty == tl.uint8:
             w = e4m3_to(w, x_ptr.dtype.element_ty, ASM)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if w_ptr.dtype.element_ty == tl.float32:
+            acc = dot_parts(w, x, acc, True)
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
         w_at += SLICES * BLOCK_K
         x_at += SLICES * BLOCK_K
 
