@@ -28,7 +28,7 @@ INPUTS = [
     ("attend_decode", Case(**ATTENTION, new=4, tree=0), 8, goal_inputs.attending(2, 50, 4)),
     (
         "run_experts_packed",
-        Case(E=6, F=128, L=128, K=3),
+        Case(E=6, F=128, L=128, K=3, O=1),
         5,
         goal_inputs.evenly_routed(SPECS["run_experts_packed"].make),
     ),
