@@ -11,8 +11,8 @@ is above zero. dt = clamp(softplus(dt + dt_bias), dt_limit); A < 0 and D are one
 x [T, H, P], dt [T, H], B, C [T, G, N] may be slices of a wider row; sequences are packed behind
 each other (`cu`), and the `chunks` table (sequence, first token, tokens) never straddles two of
 them. The state [slots, H, P, N] is read unless the piece is fresh, and the final one is written
-over it, in its own format (`ssm_state.py`); everything between is fp32. The kernels are in
-`ssd_chunk.py`.
+over it, in its own format (`ssm_state.py`); everything between is fp32. The five published
+kernels (`ssd_prefill_chunked`) are in `ssd_chunk.py`; `ssd_fused.py` has `ssd_prefill`.
 """
 
 from collections.abc import Sequence

@@ -72,10 +72,11 @@ def unknown_zero(count):
 
 @triton.jit
 def _prepare_decays(
-    dt_ptr, A_ptr, bias_ptr, decays_ptr, b, blocks, first, tokens, dt_t, h, on, low, high,
-    L: tl.constexpr,
+    dt_ptr, A_ptr, bias_ptr, decays_ptr, weights_ptr, b, blocks, first, tokens, dt_t, h, on,
+    low, high, L: tl.constexpr,
 ):  # fmt: skip
-    """cum and fold of heads h [BLOCK_H] (where `on`) of one block."""
+    """cum and fold of heads h [BLOCK_H] (where `on`) of one block; into `weights`, if there are
+    any, 2^(total - fold) as the sum of two bf16."""
     q = tl.arange(0, L)
     live = q[None, :] < tokens
     A = tl.load(A_ptr + h, mask=on, other=0.0).to(tl.float32)
@@ -86,9 +87,17 @@ def _prepare_decays(
     log_decay = step * (A * LOG2_E)[:, None]
     log_decay = tl.where(log_decay < VANISHED, VANISHED, log_decay)  # NaN stays NaN
     cum = tl.cumsum(log_decay, 1)
-    at = decays_ptr + (h.to(tl.int64) * blocks + b)[:, None] * (2 * L) + q[None, :]
-    tl.store(at, cum, mask=on[:, None])
-    tl.store(at + L, cum - tl.log2(step), mask=on[:, None])
+    fold = cum - tl.log2(step)
+    at = (h.to(tl.int64) * blocks + b)[:, None] * (2 * L) + q[None, :]
+    tl.store(decays_ptr + at, cum, mask=on[:, None])
+    tl.store(decays_ptr + at + L, fold, mask=on[:, None])
+    if weights_ptr is not None:
+        # sums never rise, so that the least of them is the last
+        w = tl.exp2(tl.min(cum, 1)[:, None] - fold)
+        w_high = w.to(tl.bfloat16)
+        tl.store(weights_ptr + at, w_high, mask=on[:, None])
+        w_low = (w - w_high.to(tl.float32)).to(tl.bfloat16)
+        tl.store(weights_ptr + at + L, w_low, mask=on[:, None])
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks"])
@@ -112,7 +121,8 @@ def _prepare_blocks(
         h = (g * heads_per_group).to(tl.int32) + r
         on = r < heads_per_group
         _prepare_decays(
-            dt_ptr, A_ptr, bias_ptr, decays_ptr, b, blocks, first, tokens, dt_t, h, on, low, high, L
+            dt_ptr, A_ptr, bias_ptr, decays_ptr, None, b, blocks, first, tokens, dt_t, h, on,
+            low, high, L,
         )  # fmt: skip
     scores = tl.dot(B, tl.trans(C), input_precision="ieee")
     scores = tl.where(q[:, None] <= q[None, :], scores, 0.0)

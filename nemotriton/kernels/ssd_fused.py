@@ -30,6 +30,8 @@ from nemotriton.kernels.ssd import (
     ssd_prefill_ref,
 )
 from nemotriton.kernels.ssd_blocks import _prepare_blocks, _scan_blocks
+from nemotriton.kernels.ssd_hopper import _scan_roles
+from nemotriton.kernels.ssd_roles import SHAPE, STORED, _prepare_fragments, scan_by_roles
 from nemotriton.kernels.ssm_state import StateNoise, check_state
 from nemotriton.kernels.ssm_update import check_rows
 
@@ -72,6 +74,9 @@ def ssd_prefill(
     check_state(state, scales, noise, slots.shape[0])
     tile = SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size)
     tile = _bearable(tile, target(x.device))
+    if tile["ROLES"] and has_roles(x, B, C, state, scales, noise, chunks, chunk_size):
+        where = (state, cu, slots, fresh, chunks)
+        return scan_by_roles(x, dt, A, B, C, D, dt_bias, dt_limit, *where, tile)
     L = block_length(chunk_size)
     decays, scores, spans = prepare_blocks(
         dt, A, B, C, dt_bias, dt_limit, chunks, slots, L, chunk_size
@@ -96,6 +101,27 @@ def is_fused(x: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> bool:
     multiplied as tf32 and fp32 by the five kernels, whose tiles are small enough for that), and a
     state of at most 256 columns, which registers hold. Every size and stride is taken."""
     return all(v.dtype == torch.bfloat16 for v in (x, B, C)) and B.shape[2] <= MOST_STATE
+
+
+def has_roles(
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    state: torch.Tensor,
+    scales: torch.Tensor | None,
+    noise: StateNoise | None,
+    chunks: torch.Tensor,
+    chunk_size: int,
+) -> bool:
+    """Whether a fused call may take the form for Hopper, where the tile asks for it: compute
+    capability 9.0, heads of 64 channels, 128 states, chunks of 128 tokens, rows that TMA can read,
+    and contiguous states in fp32, bf16 or fp16 that are rounded to the nearest."""
+    if target(x.device) != 90 or (x.shape[2], B.shape[2], chunk_size) != SHAPE:
+        return False
+    plain = scales is None and noise is None and state.dtype in STORED
+    aligned = state.is_contiguous() and state.data_ptr() % 16 == 0
+    some = x.shape[0] > 0 and chunks.shape[0] > 0
+    return some and plain and aligned and are_describable(x, B, C, SHAPE[0], SHAPE[1])
 
 
 def _bearable(tile: Tile, architecture: int) -> Tile:
@@ -161,7 +187,7 @@ def scan_blocks(
     (T, H, P), (G, N), (blocks, L) = x.shape, B.shape[1:], (scores.shape[0], scores.shape[-1])
     y = torch.empty((T, H, P), dtype=x.dtype, device=x.device)
     block_p, block_n = int(tile["BLOCK_P"]), block_edge(N, MOST_STATE)
-    described = T > 0 and blocks > 0 and are_describable(x, B, C, y, block_p, block_n)
+    described = T > 0 and blocks > 0 and are_describable(x, B, C, block_p, block_n)
     tables: list[TensorDescriptor | None] = [None] * 5
     if described:
         widths = ((x, block_p), (B, block_n), (C, block_n), (y, block_p))
@@ -189,7 +215,7 @@ def rows_of(v: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def are_describable(
-    x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, y: torch.Tensor, block_p: int, block_n: int
+    x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, block_p: int, block_n: int
 ) -> bool:
     """Whether TMA can read the rows: heads and groups side by side, tiles that divide them, and 16
     bytes of alignment. Otherwise they are read through pointers, to the same bits."""
@@ -197,7 +223,7 @@ def are_describable(
         return False
     return all(
         v.data_ptr() % 16 == 0 and v.stride(0) % 8 == 0 and v.stride(1) == v.shape[2]
-        for v in (x, B, C, y)
+        for v in (x, B, C)
     )
 
 
@@ -207,24 +233,30 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     return Tile(
         BLOCK_P=block_edge(case.P, 32 if wide or (case.P > 64 and case.P % 64) else 64),
         PACKED=True,
+        ROLES=(case.P, case.N, case.Q) == SHAPE,
+        AHEAD=True,
         num_warps=8 if wide else 4,
         num_stages=2 if wide else 3,
     )
 
 
 def _tiles(case: Case) -> list[Tile]:
-    return [
-        Tile(BLOCK_P=p, PACKED=packed, num_warps=8 if case.N > 128 else 4, num_stages=stages)
+    """The plain form's, and where the form for Hopper is one, that with either order of loads."""
+    default = _default_tile(case, 0)
+    plain = [
+        default.but(BLOCK_P=p, PACKED=packed, ROLES=False, num_stages=stages)
         for p in dict.fromkeys(block_edge(case.P, most) for most in (32, 64))
         for packed in (False, True)
         for stages in (2, 3)
     ]
+    return [*plain, *(default.but(AHEAD=ahead) for ahead in (True, False) if default["ROLES"])]
 
 
 SSD_PREFILL = KernelSpec(
     terms=SSD_PREFILL_CHUNKED.terms,
     op=ssd_prefill,
-    kernels=(_prepare_blocks, _scan_blocks),
+    kernels=(_prepare_blocks, _scan_blocks, _prepare_fragments, _scan_roles),
+    may_spill=("_scan_roles",),
     cases=SSD_PREFILL_CHUNKED.cases,
     small=[
         Case(H=4, P=16, N=16, G=2, Q=16),

@@ -14,6 +14,7 @@ from tests.test_ssd import Inputs, Sizes, inputs, state_of
 
 BF16 = torch.bfloat16
 FACTORS = 3  # C_m . B_k, its decay, and their product are rounded
+PLAIN = Tile(BLOCK_P=16, PACKED=True, ROLES=False, AHEAD=False, num_warps=4, num_stages=2)
 WIDE = Sizes(H=4, P=16, N=16, G=2)  # TMA reads these
 ODD = Sizes(H=3, P=5, N=12, G=1)
 
@@ -31,7 +32,7 @@ def test_ragged_pieces_against_the_recurrence(
     """Chunks of one block, of two, of three, and ones that blocks do not tile."""
     case = Ragged.around(chunk, sizes)
     a = rows(case, extreme, seed=chunk)
-    with use_tile("ssd_prefill", Tile(BLOCK_P=16, PACKED=packed, num_warps=4, num_stages=2)):
+    with use_tile("ssd_prefill", PLAIN.but(PACKED=packed)):
         case.check(ssd_prefill, a, BF16, FACTORS)
 
 
