@@ -152,8 +152,8 @@ class KernelSpec:
     `terms` is the length of the longest sum behind one output element. `suits` says which tiles the
     sweep measures at a number of tokens. `meaning` turns named tensors that hold codes into the
     numbers they mean: those are what is compared, and what the oracle starts from. `arches` names
-    the compute capabilities (90 is 9.0) that the kernels are written for, if not for all. `may_spill`
-    names kernels whose default tile was measured to be the fastest although it spills.
+    the compute capabilities (90 is 9.0) that the kernels are written for, if not for all.
+    `may_spill` names kernels whose default tile was measured to be the fastest although it spills.
     """
 
     op: "Op[..., Any]"

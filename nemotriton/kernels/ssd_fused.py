@@ -75,8 +75,8 @@ def ssd_prefill(
     tile = SSD_PREFILL.tile(x.shape[0], x, H=H, P=P, N=N, G=G, Q=chunk_size)
     tile = _bearable(tile, target(x.device))
     if tile["ROLES"] and has_roles(x, B, C, state, scales, noise, chunks, chunk_size):
-        where = (state, cu, slots, fresh, chunks)
-        return scan_by_roles(x, dt, A, B, C, D, dt_bias, dt_limit, *where, tile)
+        pieces = (state, cu, slots, fresh, chunks)
+        return scan_by_roles(x, dt, A, B, C, D, dt_bias, dt_limit, *pieces, tile)
     L = block_length(chunk_size)
     decays, scores, spans = prepare_blocks(
         dt, A, B, C, dt_bias, dt_limit, chunks, slots, L, chunk_size
