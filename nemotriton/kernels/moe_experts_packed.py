@@ -249,26 +249,25 @@ _DEEP = (8, 128, 128, 4, 2)
 _M16, _M32 = (16, 128, 128, 4, 4), (32, 128, 128, 3, 4)
 _M64, _M64W, _M128 = (64, 128, 128, 3, 4), (64, 128, 128, 3, 8), (128, 64, 64, 4, 4)
 _M128W = (128, 128, 64, 3, 8)
-
-
 _FEW = [
-    (_TWO, _ONE, 3), (_TWO, _TWO, 3), (_ONE, _ONE, 3), (_TWO, _ONE, 1), (_WIDE, _ONE, 3),
-    (_WIDE, _ONE, 1), (_WIDE, _DEEP, 1), (_WIDE, _DEEP, 3),
+    (_TWO, _ONE, 3), (_ONE, _ONE, 3), (_TWO, _ONE, 1), (_WIDE, _ONE, 3), (_WIDE, _ONE, 1),
+    (_WIDE, _DEEP, 1),
 ]  # fmt: skip
+_MANY = [
+    *((size, size) for size in (_M16, _M32, _M64, _M64W, _M128, _M128W)),
+    (_M128W, _M64),
+    # half the rows of weights: more programs at once, to decode while others multiply
+    *((size, size) for size in ((16, 64, 128, 4, 4), (32, 64, 128, 3, 4))),
+    *((size, size) for size in ((64, 64, 128, 3, 4), (64, 64, 64, 4, 4))),
+]
 
 
 def _tiles(case: Case) -> list[Tile]:
-    pairs = [_tile(up, down, s, pair=True) for up, down, s in _FEW[:3]]
+    pairs = [_tile(up, down, s, pair=True) for up, down, s in _FEW[:2]]
     few = [_tile(up, down, s) for up, down, s in _FEW]
-    many = [
-        _tile(up, down, narrow=True)
-        for up, down in (
-            (_M16, _M16), (_M32, _M32), (_M64, _M64), (_M64W, _M64W), (_M128, _M128),
-            (_M128W, _M64), (_M128W, _M128W),
-        )
-    ]  # fmt: skip
-    late = [tile.but(PDL=True) for tile in (*pairs, few[0], few[3], few[5])]
-    plain = [few[0].but(ASM=False), few[5].but(ASM=False), many[0].but(ASM=False)]
+    late = [tile.but(PDL=True) for tile in (*pairs, few[0], few[2], few[4], few[5])]
+    many = [_tile(up, down, narrow=True) for up, down in _MANY]
+    plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
     return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
 
 
