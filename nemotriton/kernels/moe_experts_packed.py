@@ -10,8 +10,9 @@ for pair p = t*K + j of token t and expert e = ids[t, j]. (*) With NARROW, for m
 rounded to x's dtype before the sum. The kernels are in `moe_packed`; a tile names the blocks of
 both products:
 
-    PAIR      a block is one pair and needs no table: a few tokens
-    else      a block is up to UP_M (DOWN_M) pairs of one expert, see `_prepare`
+    BLOCKS    0: a block is one pair; 1: the pairs of one expert, found among the sorted ones, which
+              are at most as many as tokens: up to UP_M tokens; 2: up to UP_M (DOWN_M) pairs of one
+              expert, by tables that a launch of their own writes
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
     PDL       a kernel's start overlaps the end of the one before it
@@ -99,7 +100,7 @@ def run_experts_packed(
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
-    plan = _Plan(tile, width, L)
+    plan = _Plan(tile, width, L, T)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
     parts = torch.empty((P, plan.split, L), dtype=kept, device=x.device)
@@ -107,14 +108,14 @@ def run_experts_packed(
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     launch(
         _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
-        *up_table.tensors, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
+        *up_table.tensors, P, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
         K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
         NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
-        H=plan.h_width, launch_pdl=plan.pdl and not tile["PAIR"], **plan.meta("UP"),
+        H=plan.h_width, launch_pdl=plan.pdl and plan.blocks == 2, **plan.meta("UP"),
     )  # fmt: skip
     launch(
         _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
-        down_global, routing.weights, parts, *down_table.tensors, L=L, H=plan.h_width,
+        down_global, routing.weights, parts, *down_table.tensors, P, L=L, H=plan.h_width,
         N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
         SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0,
         launch_pdl=plan.pdl, **plan.meta("DOWN"),
@@ -134,8 +135,10 @@ def run_experts_packed(
 class _Plan:
     """The sizes that follow from a tile: widths, tiles of rows, steps, and launch options."""
 
-    def __init__(self, tile: Tile, F: int, L: int) -> None:
+    def __init__(self, tile: Tile, F: int, L: int, T: int) -> None:
         self.tile = tile
+        one_block = min(int(tile["UP_M"]), int(tile["DOWN_M"])) >= T
+        self.blocks = 2 if tile["BLOCKS"] == 1 and not one_block else int(tile["BLOCKS"])
         self.mma = int(tile["UP_WARPS"]) < 4
         self.pdl = bool(tile["PDL"]) and not INTERPRET
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
@@ -152,12 +155,12 @@ class _Plan:
         sizes = {f"BLOCK_{axis}": tile[f"{name}_{axis}"] for axis in "MNK"}
         asm = tile["ASM"] and not INTERPRET
         options = {"STAGES": tile[f"{name}_STAGES"], "num_warps": tile[f"{name}_WARPS"]}
-        how = {"PAIR": tile["PAIR"], "ASM": asm, "MMA": self.mma, "PDL": self.pdl}
+        how = {"BLOCKS": self.blocks, "ASM": asm, "MMA": self.mma, "PDL": self.pdl}
         return {**sizes, **options, **how}
 
 
 class _Table:
-    """Which block has which expert and rows; for pairs the router's ids serve."""
+    """Which block has which rows and expert, in one of the three ways of `_find_rows`."""
 
     def __init__(self, rows: torch.Tensor, experts: torch.Tensor, blocks: int) -> None:
         self.tensors, self.blocks = (rows, experts), blocks
@@ -168,8 +171,8 @@ def _tables(
 ) -> tuple[_Table, _Table, torch.Tensor, int]:
     """Tables of both products, x as the first one reads it, and how many columns that has."""
     (T, L), K = x.shape, routing.ids.shape[1]
-    if tile["PAIR"]:
-        table = _Table(routing.ids, routing.ids, T * K)
+    if plan.blocks < 2:
+        table = _Table(routing.order, routing.ids, T * K)
         return table, table, x, L
     width = cdiv(L, 64) * 64
     rows = x
@@ -231,7 +234,7 @@ def _tile(
     up: tuple[int, int, int, int, int],
     down: tuple[int, int, int, int, int],
     split: int = 1,
-    pair: bool = False,
+    blocks: int = 2,
     narrow: bool = False,
 ) -> Tile:
     """A tile of (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps) of each product."""
@@ -241,7 +244,7 @@ def _tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    return Tile(**both, SPLIT=split, PAIR=pair, NARROW=narrow, PDL=False, ASM=True)
+    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, PDL=False, ASM=True)
 
 
 _ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
@@ -263,9 +266,9 @@ _MANY = [
 
 
 def _tiles(case: Case) -> list[Tile]:
-    pairs = [_tile(up, down, s, pair=True) for up, down, s in _FEW[:2]]
+    pairs = [_tile(up, down, s, blocks=b) for up, down, s in _FEW[:2] for b in (0, 1)]
     few = [_tile(up, down, s) for up, down, s in _FEW]
-    late = [tile.but(PDL=True) for tile in (*pairs, few[0], few[2], few[4], few[5])]
+    late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
     many = [_tile(up, down, narrow=True) for up, down in _MANY]
     plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
     return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
@@ -273,7 +276,7 @@ def _tiles(case: Case) -> list[Tile]:
 
 def _suits(tile: Tile, tokens: int) -> bool:
     """Pairs for a few tokens, mma.sync while an expert has a few, high tiles for many."""
-    if tile["PAIR"]:
+    if tile["BLOCKS"] < 2:
         return tokens <= 8
     height = max(int(tile["UP_M"]), int(tile["DOWN_M"]))
     return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
@@ -282,10 +285,8 @@ def _suits(tile: Tile, tokens: int) -> bool:
 def _default(case: Case, tokens: int) -> Tile:
     """By pairs while they are few, then by the pairs of a mean expert."""
     pairs, per_expert = tokens * case.K, tokens * case.K / case.E
-    if pairs <= 48:
-        return _tile(_TWO, _ONE, 3, pair=True)
     if pairs <= 192:
-        return _tile(_TWO, _ONE, 3)
+        return _tile(_TWO, _ONE, 3, blocks=0 if pairs <= 48 else 1 if tokens <= 8 else 2)
     if pairs <= 384:
         return _tile(_TWO, _ONE)
     if per_expert <= 3:
@@ -332,7 +333,7 @@ RUN_EXPERTS_PACKED = KernelSpec(
     cases=_cases,
     small=[
         Case(E=11, F=64, L=192, K=4, O=1),
-        Case(E=4, F=208, L=144, K=1, O=0),
+        Case(E=4, F=144, L=144, K=1, O=0),
         Case(E=6, F=80, L=48, K=3, O=0),
     ],
     tokens=RUN_EXPERTS_NVFP4.tokens,

@@ -95,36 +95,51 @@ def _prepare(
 
 
 @triton.jit
-def _rows_of(rows_idx, block, PAIR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """int64 [BLOCK_M]: the pairs of a block, -1 where there is none."""
+def _find_rows(rows_idx, experts_idx, block, pairs, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert or -1, int32 [BLOCK_M] its pairs, each or -1) of a block.
+
+    BLOCKS 0: block is a pair, experts are by pair. 1: block is a place in the sorted pairs, rows,
+    and stands for the run of one expert that begins there, of at most BLOCK_M; experts are by pair.
+    2: rows and experts are the tables of `_prepare`."""
     m = tl.arange(0, BLOCK_M)
-    if PAIR:
+    if BLOCKS == 0:
+        expert = tl.load(experts_idx + block).to(tl.int64)
         rows = tl.where(m == 0, block, -1)
+    elif BLOCKS == 1:
+        i = block + m
+        rows = tl.load(rows_idx + i, mask=i < pairs, other=-1).to(tl.int64)
+        first = tl.load(rows_idx + block).to(tl.int64)
+        before = tl.load(rows_idx + block - 1, mask=block > 0, other=-1).to(tl.int64)
+        experts = tl.load(experts_idx + rows, mask=rows >= 0, other=-1).to(tl.int64)
+        expert = tl.load(experts_idx + first).to(tl.int64)
+        other = tl.load(experts_idx + before, mask=before >= 0, other=-1).to(tl.int64)
+        rows = tl.where(experts == expert, rows, -1)
+        expert = tl.where(expert == other, -1, expert)
     else:
+        expert = tl.load(experts_idx + block).to(tl.int64)
         rows = tl.load(rows_idx + block * BLOCK_M + m).to(tl.int64)
-    return rows
+    return expert, rows.to(tl.int32)  # half the registers while the product runs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _packed_up(
-    x_ptr, words_ptr, global_ptr, h_ptr, table_ptr, experts_idx, x_stride, x_width,
+    x_ptr, words_ptr, global_ptr, h_ptr, table_ptr, experts_ptr, pairs, x_stride, x_width,
     K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
-    STEPS: tl.constexpr, PAIR: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
+    STEPS: tl.constexpr, BLOCKS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h [T*K, H] by pair, columns in `k_order`, those of padding zero."""
     pid = tl.program_id(0).to(tl.int64)
-    if PDL and not PAIR:
+    if PDL and BLOCKS == 2:
         tl.extra.cuda.gdc_wait()
     block = pid // (H // BLOCK_N)
     tile_n = pid % (H // BLOCK_N)
-    expert = tl.load(experts_idx + block).to(tl.int64)
+    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, BLOCKS, BLOCK_M)
     if expert >= 0:
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
-        rows = _rows_of(table_ptr, block, PAIR, BLOCK_M)
         live = rows >= 0
-        x_rows = x_ptr + tl.where(live, rows // K, 0) * x_stride
+        x_rows = x_ptr + tl.where(live, rows // K, 0).to(tl.int64) * x_stride
         matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
         acc = packed_product(
             x_rows, live, matrix, tile_n.to(tl.int32), 0, x_width, STEPS, K_TILES, NATURAL, EVEN,
@@ -134,14 +149,14 @@ def _packed_up(
             tl.extra.cuda.gdc_launch_dependents()
         h = to_position_order(relu2(acc * scale).to(h_ptr.dtype.element_ty), MMA)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        tl.store(h_ptr + rows[None, :] * H + n[:, None], h, mask=live[None, :])
+        tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _packed_down(
-    h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_idx,
+    h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_ptr, pairs,
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
-    STEPS: tl.constexpr, SPLIT: tl.constexpr, PAIR: tl.constexpr, EVEN: tl.constexpr,
+    STEPS: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -151,9 +166,8 @@ def _packed_down(
     block = pid // (TILES * SPLIT)
     tile_n = pid % TILES
     split = pid // TILES % SPLIT
-    expert = tl.load(experts_idx + block).to(tl.int64)
+    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, BLOCKS, BLOCK_M)
     if expert >= 0:
-        rows = _rows_of(table_ptr, block, PAIR, BLOCK_M)
         live = rows >= 0
         safe = tl.where(live, rows, 0)
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
@@ -161,14 +175,14 @@ def _packed_down(
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc = packed_product(
-            h_ptr + safe * H, live, matrix, tile_n.to(tl.int32), split.to(tl.int32) * STEPS, H,
+            h_ptr + safe.to(tl.int64) * H, live, matrix, tile_n.to(tl.int32), split.to(tl.int32) * STEPS, H,
             STEPS, K_TILES, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
         )  # fmt: skip
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = live[None, :] & (n < L)[:, None]
-        at = out_ptr + (rows * SPLIT + split)[None, :] * L + n[:, None]
+        at = out_ptr + (rows.to(tl.int64) * SPLIT + split)[None, :] * L + n[:, None]
         tl.store(at, (acc * scale[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 

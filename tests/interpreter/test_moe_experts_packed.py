@@ -17,7 +17,8 @@ CPU = torch.device("cpu")
 MMA = _tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
 WGMMA = _tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4), narrow=True)
 FORMS = {
-    "pairs": MMA.but(PAIR=True, SPLIT=3),
+    "pairs": MMA.but(BLOCKS=0, SPLIT=3),
+    "runs": MMA.but(BLOCKS=1),
     "mma": MMA,
     "mma split, 64 rows": MMA.but(SPLIT=3, UP_N=64, DOWN_N=64, DOWN_WARPS=1),
     "wgmma": WGMMA,
@@ -51,8 +52,8 @@ def check(args: Args, tile: Tile) -> torch.Tensor:
 @pytest.mark.parametrize("ordered", [False, True], ids=["natural", "ordered"])
 def test_forms(tile: Tile, ordered: bool, poison: Poison) -> None:
     """Columns that end inside a step; three steps of the down-projection's 336 columns."""
-    T = 2 if tile["PAIR"] else 11
-    check(arguments(T, 2, 336, 192, 1, ordered), tile)
+    T, top = {0: (2, 1), 1: (5, 2), 2: (11, 1)}[int(tile["BLOCKS"])]
+    check(arguments(T, 3 if top == 2 else 2, 336, 192, top, ordered), tile)
 
 
 @pytest.mark.parametrize("tile", [MMA, WGMMA], ids=["mma", "wgmma"])
@@ -86,9 +87,18 @@ def test_all_tokens_to_one_expert(T: int, tile: Tile, poison: Poison) -> None:
     assert check(args, tile).isfinite().all()
 
 
-def test_many_experts_find_their_blocks(poison: Poison) -> None:
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_many_experts_find_their_blocks(blocks: int, poison: Poison) -> None:
     """512 experts, most of them without a token; several programs write the tables."""
-    check(arguments(1, 512, 16, 32, 12), MMA)
+    check(arguments(1, 512, 16, 32, 12), MMA.but(BLOCKS=blocks))
+
+
+@pytest.mark.parametrize("T", [1, 8, 9])
+def test_runs_of_as_many_pairs_as_a_block_holds(T: int, poison: Poison) -> None:
+    """All tokens with the same two experts; with nine a run is longer than the block."""
+    logits = torch.tensor([0.0, 3, 0, 2]).repeat(T, 1)
+    args = arguments(T, 4, 48, 64, 2) | {"routing": route_experts_ref(logits, None, 2)}
+    check(args, MMA.but(BLOCKS=1))
 
 
 def test_the_canonical_experts_give_the_same(poison: Poison) -> None:
