@@ -66,7 +66,8 @@ def test_order_of_x_is_only_an_order(poison: Poison) -> None:
     """The same numbers in the products' order give the same bits."""
     args = arguments(3, 3, 64, 128, 1)
     ordered = args | {"x": args["x"][:, k_order(128, True)].contiguous(), "ordered": True}
-    for tile in FORMS.values():
+    for name in ("pairs", "mma", "wgmma of 64 columns"):
+        tile = FORMS[name]
         with use_tile("run_experts_packed", tile):
             one, other = K.run_experts_packed.triton(**args), K.run_experts_packed.triton(**ordered)
         assert torch.equal(one, other)
