@@ -58,7 +58,7 @@ def ladder(requests: int) -> list[int]:
 def key_limits(context: int) -> list[int]:
     """Contexts recorded apart: attention starts a program for each split of the longest."""
     limits, keys = [], _SHORT
-    while keys < context:
+    while 2 * keys <= context:
         limits.append(keys)
         keys *= _FACTOR
     return [*limits, context]
@@ -180,9 +180,10 @@ class DecodeSteps:
         """All that are recorded, in the order of their recording."""
         return [
             StepShape(rung, drafts, keys)
-            for drafts in self.options
-            for keys in self.keys
-            for rung in reversed(self.rungs)  # the largest first: the others fit into its memory
+            # the largest first: the others fit into its memory
+            for drafts in reversed(self.options)
+            for keys in reversed(self.keys)
+            for rung in reversed(self.rungs)
         ]
 
     # ---- warm-up ------------------------------------------------------------------------------
@@ -197,6 +198,7 @@ class DecodeSteps:
         start = time.perf_counter()
         shapes = self.shapes
         try:
+            self._launch(self._step(shapes[-1]))  # makes what others start from
             for i, shape in enumerate(shapes):
                 self._record(shape)
                 if progress is not None:
@@ -210,13 +212,17 @@ class DecodeSteps:
 
     def _record(self, shape: StepShape) -> None:
         step = self._step(shape)
-        self.inputs.clear(shape)
-        if shape.keys == self.keys[0]:  # other limits launch the same kernels
-            for _, work in step.parts():
-                work()
+        if shape.keys == self.keys[-1]:  # other limits launch the same kernels
+            self._launch(step)
         free = self._free()
         self._parts[shape] = [(name, self.capture.record(work)) for name, work in step.parts()]
         self.bytes += max(free - self._free(), 0)
+
+    def _launch(self, step: StaticStep) -> None:
+        """Run a step of pads, so that all it needs is compiled, loaded and made."""
+        self.inputs.clear(step.shape)
+        for _, work in step.parts():
+            work()
 
     def _step(self, shape: StepShape) -> StaticStep:
         where = (self.inputs, self.memory, self.device)
