@@ -1,12 +1,16 @@
 """Static steps on kernels: pads write zeros and move nothing; all tiles are chosen beforehand."""
 
+import pytest
+
 from nemotriton import LLM, SamplingParams
+from nemotriton.engine import graphs as recording
 
 PROMPTS = [[20, 9, 200], [77, 3], [5]]
 
 
-def test_padded_steps_on_kernels() -> None:
+def test_padded_steps_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in a shape of four, one of which ends early, with a draft each."""
+    monkeypatch.setattr(recording, "ladder", lambda requests: [requests])
     tokens = []
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2, 4)]
     sizes = {"dtype": "float32", "device": "cpu", "max_context": 256, "layers": 4, "drafts": 1}
