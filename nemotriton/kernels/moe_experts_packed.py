@@ -334,7 +334,7 @@ RUN_EXPERTS_PACKED = KernelSpec(
     small=[
         Case(E=11, F=64, L=192, K=4, O=1),
         Case(E=4, F=48, L=144, K=1, O=0),
-        Case(E=6, F=80, L=48, K=3, O=0),
+        Case(E=6, F=80, L=48, K=6, O=0),
     ],
     tokens=RUN_EXPERTS_NVFP4.tokens,
     dtypes=("bf16", "fp16"),

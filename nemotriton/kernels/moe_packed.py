@@ -177,7 +177,8 @@ def _packed_down(
         h_rows = h_ptr + safe.to(tl.int64) * H
         step_0 = split.to(tl.int32) * STEPS
         acc = packed_product(
-            h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
+            h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
+            BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
         )  # fmt: skip
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
