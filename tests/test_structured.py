@@ -9,12 +9,14 @@ import pytest
 
 from nemotriton import LLM, SamplingParams
 from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.engine.engine import Engine
 from nemotriton.errors import RequestError, UnsupportedError
 from nemotriton.text import structured
 from nemotriton.text.chat import chat_prompt
 from nemotriton.text.tokens import ByteTokenizer
 from tests.fake_model import VOCAB, finish, ids_of, make_engine, submit
 from tests.test_engine_text import Scripted, ids
+from tests.test_graphs import recorded
 
 END = 2
 SCHEMA = {
@@ -23,7 +25,6 @@ SCHEMA = {
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-CLOSED = {"required": ["a"], "additionalProperties": False}
 REGEX = r"(yes|no), [0-9]{2,4}\.?"
 USER = [{"role": "user", "content": "hi"}]
 
@@ -67,20 +68,35 @@ def test_answers_match_and_drafts_change_none(shape: str | None) -> None:
     assert found == outputs(None)
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_the_real_model_behind_a_thought(drafts: int) -> None:
+@pytest.mark.parametrize("shape", [None, "0,1,2"])
+def test_recorded_steps_give_way_to_constraints(shape: str | None) -> None:
+    """Beside a request that is not constrained, with decode steps of fixed shape."""
+    made = None if shape is None else DraftShape.parse(shape)
+
+    def outputs(engine: Engine) -> list[list[int]]:
+        params = [params_of(1, regex=REGEX), SamplingParams(max_tokens=14, seed=2)]
+        groups = [submit(engine, "a", p) for p in params]
+        finish(engine)
+        assert re.fullmatch(REGEX, groups[0].output().outputs[0].text)
+        return [ids_of(g) for g in groups]
+
+    engine = recorded(eos_ids=(END,), shape=made)
+    assert outputs(engine) == outputs(make_engine(eos_ids=(END,)))
+    assert engine.runner.steps is not None
+    assert engine.runner.steps.replays > 0
+
+
+def test_the_real_model_behind_a_thought() -> None:
     """The grammar starts with the first token behind the thought, wherever that falls in a run."""
-    with LLM(dtype="float32", max_context=600, drafts=drafts, adapt_drafts=False) as llm:
-        schema = json.dumps({"type": "object", "properties": {"a": {"const": "b"}}, **CLOSED})
-        params = [params_of(s, json_schema=schema, thinking_token_budget=s) for s in range(5)]
-        for output in llm.chat([USER] * 5, params):
+    with LLM(dtype="float32", max_context=200, drafts=3, adapt_drafts=False) as llm:
+        params = [params_of(s, regex=REGEX, thinking_token_budget=s) for s in range(4)]
+        for output in llm.chat([USER] * 4, params):
             reply = output.outputs[0]
             assert reply.finish_reason == "stop"
-            assert json.loads(reply.text) == {"a": "b"}
-        (answer,) = llm.chat(USER, params_of(3, regex=REGEX), think=False)
-        assert re.fullmatch(REGEX, answer.outputs[0].text)
-        if drafts:
-            assert llm.stats()["drafts"]["accepted"] > 0
+            assert re.fullmatch(REGEX, reply.text)
+        (fixed,) = llm.chat(USER, params_of(3, json_schema='{"const": "said"}'), think=False)
+        assert json.loads(fixed.outputs[0].text) == "said"
+        assert llm.stats()["drafts"]["accepted"] >= 4, "what is forced is drafted right"
 
 
 @pytest.mark.parametrize("shape", ["0,1,2", "0,0,1,1"])
