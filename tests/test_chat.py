@@ -1,5 +1,6 @@
 """Conversations: templates, thoughts, tool calls; pieces of a reply against the whole of it."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nemotriton.engine.outputs import Completion, CompletionOutput
 from nemotriton.engine.request import Request
 from nemotriton.errors import RequestError
 from nemotriton.text.chat import chat_prompt, opens_thought
+from nemotriton.text.constraint import Rules
 from nemotriton.text.reply import Reply, ReplyParser, ToolCall, parse_reply
 from nemotriton.text.template import switch_thinking
 from nemotriton.text.tokens import ByteTokenizer, load_tokenizer
@@ -224,6 +226,38 @@ def test_a_checkpoints_own_template_and_its_thought(tmp_path: Path) -> None:
     assert b"".join(words[i] for i in tokenizer.encode(text, False)) == text.encode()
     with pytest.raises(RequestError, match="tools, but the chat template of this model does not"):
         chat_prompt(tokenizer, USER, tools=TOOLS)
+
+
+def test_nano_v2s_own_way_through(tmp_path: Path) -> None:
+    """Its tags are no tokens, its switch is a word, its tools are JSON."""
+    template = (
+        "{% if tools %}<AVAILABLE_TOOLS>{{ tools | tojson }}</AVAILABLE_TOOLS>{% endif %}"
+        "{% for m in messages %}{{ m.content.replace('/no_think', '') }}\n{% endfor %}"
+        "{{ '<think></think>' if '/no_think' in messages[-1].content else '<think>\n\n' }}"
+    )
+    write_tokenizer(tmp_path, template)
+    file = tmp_path / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["added_tokens"] = [t for t in data["added_tokens"] if "think" not in t["content"]]
+    file.write_text(json.dumps(data))
+
+    class Config:
+        vocab, bos, eos = 352, None, (2,)
+
+    tokenizer = load_tokenizer(tmp_path, Config())
+    on, off = (chat_prompt(tokenizer, USER, think, tools=TOOLS) for think in (None, False))
+    assert (on.thinking, off.thinking) == (True, False)
+    text = tokenizer.decode(on.ids, False)
+    assert text.startswith('<AVAILABLE_TOOLS>[{"type": "function"')
+    assert text.endswith("hi\n<think>\n\n")
+    rules = Rules(tokenizer, True, 3, None, ())
+    assert tokenizer.decode(rules.closing) == "\n</think>"
+    bits, constraint = torch.zeros(11, dtype=torch.int32), rules.constraint()
+    closed = tokenizer.encode("a</think>x", False)
+    assert [constraint.allow(bits, closed[:3], closed[3:n]) for n in (3, len(closed))] == [
+        True,
+        False,
+    ]
 
 
 # ------------------------------------------------------------------------------------- the engine

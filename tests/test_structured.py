@@ -13,6 +13,7 @@ from nemotriton.engine.engine import Engine
 from nemotriton.errors import RequestError, UnsupportedError
 from nemotriton.text import structured
 from nemotriton.text.chat import chat_prompt
+from nemotriton.text.constraint import Rules
 from nemotriton.text.tokens import ByteTokenizer
 from tests.fake_model import VOCAB, finish, ids_of, make_engine, submit
 from tests.test_engine_text import Scripted, ids
@@ -119,6 +120,24 @@ def test_a_thought_that_ends_inside_an_accepted_run(shape: str) -> None:
         t: t == END for t in range(VOCAB)
     }
     assert allowed(constraint, [*ids("x"), 13, *ids("abc")], [END]) == {}
+
+
+class Glued(ByteTokenizer):
+    """Token 5 ends a tag and starts an answer at once."""
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(">a" if i == 5 else super(Glued, self).decode([i]) for i in ids)
+
+
+def test_an_answer_that_starts_in_the_token_that_ends_the_thought() -> None:
+    tokenizer = Glued(VOCAB, None, (END,))
+    grammar = structured.Grammars(tokenizer.vocabulary(), VOCAB, [END]).compile(None, "ab*c")
+    constraint = Rules(tokenizer, True, None, grammar, (END,)).constraint()
+    for _ in range(2):
+        assert names(allowed(constraint, ids("x"), [*ids("</think"), 5])) == ["b", "c"]
+        assert names(allowed(constraint, ids("x"), [*ids("</think"), 5, *ids("b")])) == ["b", "c"]
+        assert names(allowed(constraint, ids("x"), ids("</think>"))) == ["a"]
+    assert names(allowed(constraint, [*ids("x</think"), 5, *ids("bb")], [])) == ["b", "c"]
 
 
 def allowed(constraint: Any, output: Sequence[int], ahead: Sequence[int]) -> dict[int, bool]:
