@@ -237,7 +237,7 @@ def experts_seen(llm: LLM) -> float | None:
         recorded._parts = parts
         for mixer in mixers:
             del mixer.route
-    return sum(counts) / len(counts)
+    return sum(counts) / len(counts) if counts else None
 
 
 def launches(llm: LLM) -> int | None:
