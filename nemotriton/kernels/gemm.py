@@ -352,7 +352,8 @@ def _default(case: Case, tokens: int) -> Tile:
         shape = next(s for s in SWAPPED if s[0] == next_pow2(tokens))
         return _swapped(case, shape, PROGRAMS[0])
     if tokens <= 512:  # descriptors cost the host more time than the GPU has work
-        return _pointers(square_tile(SQUARE[0]))
+        splits = _splits(case, 128, 264 // cdiv(tokens, 128))
+        return _pointers(square_tile(SQUARE[0])).but(SPLITS=splits)
     return square_tile(SQUARE[-1 if on_hopper() else 0])
 
 

@@ -3,10 +3,10 @@
 V are the stored values e2m1 * block scale, decoded in registers from `hopper_pack`'s words; x stays
 in 16 bits (w4a16). Numbers and rounding are those of `gemm_quant.nvfp4_matmul`.
 
-Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies BLOCK_K
-columns of its own by mma.sync. x's columns are brought into the words' order in registers, which
-is free; that form needs neither a copy of x nor gathering loads. More tokens take wgmma, whose
-right operand comes from shared memory: there x is copied into the words' order first (`_order`).
+Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies a tile of
+its own by mma.sync. x's columns are brought into the words' order in registers, which is free: it
+needs neither a copy of x nor gathering loads. More tokens take wgmma, whose right operand comes
+from shared memory: there x is copied into the words' order first (`_order`).
 
 x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
 """
@@ -65,11 +65,11 @@ def packed_matmul_ref(
 
 # ---------------------------------------------------------------------------------------- kernels
 @triton.jit
-def _to_words_order(x, SLICES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):
-    """x [SLICES, BLOCK_K, BLOCK_T] with its columns in mma.sync's `k_order`."""
+def _to_words_order(x, SLICES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """x [SLICES, 128, BLOCK_T] with its columns in mma.sync's `k_order`."""
     # 64 | lane, kt's upper bit, kt's lower bit, column pair, column -> 64 | 1, 3, 0, 2, 4
-    x = x.reshape(SLICES, BLOCK_K // 64, 4, 2, 2, 2, 2, BLOCK_T)
-    return x.trans(0, 1, 3, 5, 2, 4, 6, 7).reshape(SLICES, BLOCK_K, BLOCK_T)
+    x = x.reshape(SLICES, 2, 4, 2, 2, 2, 2, BLOCK_T)
+    return x.trans(0, 1, 3, 5, 2, 4, 6, 7).reshape(SLICES, 128, BLOCK_T)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -77,25 +77,22 @@ def _stream_packed(
     x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, r_stride, T, N, K,
     RELU2: tl.constexpr, EVEN_K: tl.constexpr, K_TILES: tl.constexpr, ASM: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_T tokens; SLICES * BLOCK_K columns a step, BLOCK_K 64 or 128."""
+    """BLOCK_N outputs of BLOCK_T tokens; a tile's 128 columns for each of SLICES warps a step."""
     NB: tl.constexpr = BLOCK_N // 16
-    PARTS: tl.constexpr = 128 // BLOCK_K  # slices to a tile's columns
-    TILES: tl.constexpr = SLICES // PARTS  # tiles of a step
-    STEPS: tl.constexpr = (K_TILES + TILES - 1) // TILES
+    STEPS: tl.constexpr = (K_TILES + SLICES - 1) // SLICES
     pid = tl.program_id(0).to(tl.int64)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tile_n = pid % tiles_n
     t = pid // tiles_n * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.arange(0, SLICES * NB)  # slice, block of 16 rows
-    part = row // NB % PARTS
-    ahead = row // NB // PARTS
+    ahead = row // NB
     block = tile_n * NB + row % NB
     at = words_ptr + block // 8 * (K_TILES * WORDS) + ahead * WORDS
-    w_at = (at + block % 8 * 256 + part * 128)[:, None] + tl.arange(0, 2 * BLOCK_K)[None, :]
+    w_at = (at + block % 8 * 256)[:, None] + tl.arange(0, 256)[None, :]
     s_at = (at + 2048 + block % 8 * 32)[:, None] + tl.arange(0, 32)[None, :]
-    k = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    k = tl.arange(0, SLICES)[:, None] * 128 + tl.arange(0, 128)[None, :]
     live = (t < T)[None, None, :]
     x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]
 
@@ -106,20 +103,18 @@ def _stream_packed(
             scales = tl.load(s_at).to(tl.uint32, bitcast=True)
             x = tl.load(x_at, mask=live, other=0.0)
         else:
-            there = (ahead + step * TILES < K_TILES)[:, None]
+            there = (ahead + step * SLICES < K_TILES)[:, None]
             words = tl.load(w_at, mask=there, other=0).to(tl.uint32, bitcast=True)
             scales = tl.load(s_at, mask=there, other=0).to(tl.uint32, bitcast=True)
-            left = k + step * (SLICES * BLOCK_K) < K
+            left = k + step * (SLICES * 128) < K
             x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
-        if PARTS == 2:
-            scales = scales >> (part * 16)[:, None].to(tl.uint32)
-        w = fragments(words, scales, SLICES * NB, BLOCK_K // 64, ASM, True).to(x.dtype)
-        w = w.reshape(SLICES, BLOCK_N, BLOCK_K)
-        x = _to_words_order(x, SLICES, BLOCK_K, BLOCK_T)
+        w = fragments(words, scales, SLICES * NB, 2, ASM, True).to(x.dtype)
+        w = w.reshape(SLICES, BLOCK_N, 128)
+        x = _to_words_order(x, SLICES, BLOCK_T)
         acc = tl.dot(w, x, acc, input_precision="ieee")
-        w_at += TILES * WORDS
-        s_at += TILES * WORDS
-        x_at += SLICES * BLOCK_K
+        w_at += SLICES * WORDS
+        s_at += SLICES * WORDS
+        x_at += SLICES * 128
 
     y = tl.sum(acc, 0) * (tl.load(scale_ptr) * WEIGHT_UNIT)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -209,7 +204,7 @@ def _run_stream(
 ) -> None:
     (T, K), N = x.shape, y.shape[1]
     slices, k_tiles = int(tile["num_warps"]), words.shape[1]
-    even = K % (slices * int(tile["BLOCK_K"])) == 0
+    even = K % (slices * TILE) == 0
     grid = (cdiv(N, int(tile["BLOCK_N"])) * cdiv(T, int(tile["BLOCK_T"])),)
     r_stride = 0 if residual is None else residual.stride(0)
     args = (x, words, scale, bias, residual, y, x.stride(0), r_stride, T, N, K)
@@ -266,17 +261,16 @@ def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.
     }
 
 
-# (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages)
-_STREAM = (
-    (8, 32, 128, 4, 3),
-    (8, 64, 128, 4, 3),
-    (8, 64, 64, 8, 4),
-    (8, 16, 128, 8, 3),
-    (16, 64, 128, 4, 3),
-    (16, 128, 64, 8, 3),
-    (16, 32, 128, 8, 3),
+_STREAM = (  # (BLOCK_T, BLOCK_N, num_warps, num_stages)
+    (8, 32, 4, 3),
+    (8, 64, 4, 3),
+    (8, 64, 8, 3),
+    (8, 16, 8, 3),
+    (16, 64, 4, 3),
+    (16, 128, 4, 3),
+    (16, 32, 8, 3),
 )
-_MANY = (
+_MANY = (  # (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages)
     (32, 128, 128, 4, 3),
     (64, 128, 128, 4, 3),
     (64, 128, 128, 8, 3),
@@ -286,19 +280,18 @@ _MANY = (
 STREAM_TOKENS = 16
 
 
-def _stream_tile(shape: tuple[int, int, int, int, int], asm: bool = True) -> Tile:
-    t, n, k, warps, stages = shape
-    tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, ASM=asm)
-    return tile.but(num_stages=stages)
+def _stream_tile(shape: tuple[int, int, int, int], asm: bool = True) -> Tile:
+    t, n, warps, stages = shape
+    tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, num_warps=warps, num_stages=stages)
+    return tile.but(ASM=asm)
 
 
-def _many_tile(case: Case, shape: tuple[int, int, int, int, int]) -> Tile:
+def _many_tile(case: Case, shape: tuple[int, int, int, int, int], tokens: int) -> Tile:
+    """K in as many parts as keep a large GPU's processors busy."""
     t, n, k, warps, stages = shape
     tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages, ASM=True)
-    splits = 1
-    while t <= 64 and splits < 8 and cdiv(case.N, n) * splits * 2 <= 264:
-        if 512 * splits > case.K:
-            break
+    splits, programs = 1, cdiv(case.N, n) * cdiv(tokens, t)
+    while splits < 8 and programs * splits * 2 <= 264 and 512 * splits <= case.K:
         splits *= 2
     return tile.but(SPLITS=splits, GROUP=8)
 
@@ -308,23 +301,24 @@ def _default(case: Case, tokens: int) -> Tile:
     if tokens <= STREAM_TOKENS:
         t = 8 if tokens <= 8 else 16
         if case.N >= 8192:
-            return _stream_tile((t, 32 if tokens <= 4 else 64, 128, 4, 3))
-        return _stream_tile((t, 16 if t == 8 else 32, 128, 8, 3))
+            return _stream_tile((t, 32 if tokens <= 4 else 64, 4, 3))
+        return _stream_tile((t, 16 if t == 8 else 32, 8, 3))
     shape = _MANY[0] if tokens <= 32 else _MANY[1] if tokens <= 64 else _MANY[2]
-    return _many_tile(case, shape)
+    return _many_tile(case, shape, tokens)
 
 
 def _tiles(case: Case) -> list[Tile]:
     plain = [_stream_tile(_STREAM[0], asm=False), _stream_tile(_STREAM[4], asm=False)]
-    many = [_many_tile(case, shape) for shape in _MANY]
-    return [*map(_stream_tile, _STREAM), *plain, *many]
+    many = [_many_tile(case, shape, t) for shape in _MANY for t in (shape[0], 8192)]
+    return [*map(_stream_tile, _STREAM), *plain, *dict.fromkeys(many)]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
     if "STREAM" in tile:
         return tokens <= STREAM_TOKENS and tile["BLOCK_T"] == max(8, next_pow2(tokens))
-    return tokens > STREAM_TOKENS and tile["BLOCK_T"] <= max(32, next_pow2(tokens))
+    fits = tokens > STREAM_TOKENS and tile["BLOCK_T"] <= next_pow2(tokens)
+    return fits and (tile["SPLITS"] == 1 or tokens <= 128)
 
 
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:

@@ -344,10 +344,10 @@ def _generic(case: Case, tokens: int) -> Tile:
     """Sane on Hopper and Blackwell without tuning."""
     if tokens > 64:
         shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-        return Tile(**shape, SPLITS=1, GROUP=8)
-    rows = 16 if tokens <= 16 else 64
-    shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    splits, tiles = 1, cdiv(case.N, 64)
+    else:
+        rows = 16 if tokens <= 16 else 64
+        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+    splits, tiles = 1, cdiv(case.N, shape["BLOCK_N"]) * cdiv(tokens, shape["BLOCK_T"])
     # about two programs for each of a large GPU's processors, each with work to pipeline
     while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
         splits *= 2

@@ -11,12 +11,12 @@ from tests.conftest import Poison
 from tests.interpreter.test_parity import embed
 
 CPU = torch.device("cpu")
-STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, BLOCK_K=128, num_warps=2, num_stages=1, ASM=True)
+STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, num_warps=2, num_stages=1, ASM=True)
 MANY = Tile(BLOCK_T=16, BLOCK_N=128, BLOCK_K=128, GROUP=2, SPLITS=1, ASM=True, num_warps=4)
 MANY = MANY.but(num_stages=1)
 FORMS = {
     "stream": STREAM,
-    "half-tiles": STREAM.but(BLOCK_K=64, num_warps=4, BLOCK_N=128),
+    "four-warps": STREAM.but(num_warps=4, BLOCK_N=128),
     "one-warp": STREAM.but(num_warps=1, BLOCK_N=16, BLOCK_T=16),
     "many": MANY,
     "many-64": MANY.but(BLOCK_K=64, BLOCK_N=64),
