@@ -177,8 +177,8 @@ def matmul(
     splits = int(tile["SPLITS"])
     steps = cdiv(K, block_k * splits)
     r_stride = 0 if residual is None else residual.stride(0)
-    constants = {"IEEE": ieee, "PARTS": parts_of_w}
-    constants |= {"STEPS": steps, "EVEN_K": block_k * splits * steps == K}
+    even = block_k * splits * steps == K
+    constants = {"IEEE": ieee, "PARTS": parts_of_w, "STEPS": steps, "EVEN_K": even}
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
     if splits == 1:
@@ -331,7 +331,7 @@ def _ieee_tile(case: Case, tokens: int) -> Tile:
     return tile.but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
 
 
-def _parts_tile(case: Case, tokens: int, shape: tuple[int, ...]) -> Tile:
+def _parts_tile(case: Case, tokens: int, shape: tuple[int, int, int, int, int]) -> Tile:
     """A tile for a fp32 weight in parts, with K split until there are programs enough."""
     tile = _pointers(square_tile(shape))
     tiles, splits = cdiv(tokens, shape[0]) * cdiv(case.N, shape[1]), 1
