@@ -110,7 +110,12 @@ class CudaGraphs(Direct):
                     graph.capture_end()
                 raise
             graph.capture_end()
-        return graph.replay
+
+        # The graph holds addresses only: `work` keeps what lies there.
+        def replay(_alive: Replay = work) -> None:
+            graph.replay()
+
+        return replay
 
 
 def find_capture(
