@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nemotriton.kernels import chunk_table, ssd_prefill, ssd_prefill_chunked
-from nemotriton.kernels.op import Args
+from nemotriton.kernels.op import Args, Case, Op, use_tile
+from nemotriton.kernels.ssd_fused import SSD_PREFILL
 
 H, P, N, G, Q = 128, 64, 128, 8, 128
 RAGGED = [108, 2032, 0, 103, 39, 469, 1, 886, 193, 64, 128]
@@ -37,35 +38,47 @@ def inputs(lengths: list[int], where: torch.device, done: list[int] | None = Non
     }
 
 
-def run(op, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+def run(op: Op, args: Args, roles: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """roles: the form by warp roles, where the device has it."""
     mine = args | {"state": args["state"].clone()}
-    return op.triton(**mine), mine["state"]
+    tile = SSD_PREFILL.default(Case(H=H, P=P, N=N, G=G, Q=Q), 2048).but(ROLES=roles)
+    with use_tile("ssd_prefill", tile):
+        return op.triton(**mine), mine["state"]
 
 
+both = pytest.mark.parametrize("roles", [False, True])
+
+
+@both
 @pytest.mark.parametrize("done", [None, [37 * i for i in range(len(RAGGED))]])
-def test_the_five_kernels_agree(done: list[int] | None, cuda: torch.device) -> None:
+def test_the_five_kernels_agree(done: list[int] | None, roles: bool, cuda: torch.device) -> None:
     args = inputs(RAGGED, cuda, done)
-    for mine, theirs in zip(run(ssd_prefill, args), run(ssd_prefill_chunked, args), strict=True):
+    found, want = run(ssd_prefill, args, roles), run(ssd_prefill_chunked, args)
+    for mine, theirs in zip(found, want, strict=True):
         assert bool(mine.isfinite().all())
         error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
         assert float(error) < 6e-3
 
 
-def test_bits_do_not_move_and_neighbours_change_none(cuda: torch.device) -> None:
+@both
+def test_bits_do_not_move_and_neighbours_change_none(roles: bool, cuda: torch.device) -> None:
     args = inputs(RAGGED, cuda)
-    y, state = run(ssd_prefill, args)
-    for _ in range(10):
-        again = run(ssd_prefill, args)
+    y, state = run(ssd_prefill, args, roles)
+    for _ in range(20):
+        again = run(ssd_prefill, args, roles)
         assert torch.equal(again[0], y)
         assert torch.equal(again[1], state)
     sick = args | {k: args[k].clone() for k in ("x", "dt", "B", "C")}
-    first = RAGGED[0]
+    ill = sum(RAGGED[:5])
+    part = slice(ill, ill + RAGGED[5])
     for name in ("x", "dt", "B", "C"):
-        sick[name][:first] = float("nan")
-    ill = run(ssd_prefill, sick)
-    assert torch.equal(ill[0][first:], y[first:])
-    others = args["slots"][1:].long()
-    assert torch.equal(ill[1][others], state[others])
+        sick[name][part] = float("nan")
+    other = run(ssd_prefill, sick, roles)
+    well = [i for i in range(len(RAGGED)) if i != 5]
+    assert torch.equal(other[0][:ill], y[:ill])
+    assert torch.equal(other[0][part.stop :], y[part.stop :])
+    slots = args["slots"][well].long()
+    assert torch.equal(other[1][slots], state[slots])
 
 
 def test_pointers_and_descriptors_give_the_same_bits(cuda: torch.device) -> None:
@@ -77,5 +90,7 @@ def test_pointers_and_descriptors_give_the_same_bits(cuda: torch.device) -> None
         whole = value.new_empty(value.shape[0] * (value[0].numel() + 5) + 1)
         strides = (value[0].numel() + 5, value.shape[2], 1)
         off[name] = whole[1:].as_strided(value.shape, strides, storage_offset=1).copy_(value)
-    for mine, theirs in zip(run(ssd_prefill, args), run(ssd_prefill, off), strict=True):
+    for mine, theirs in zip(
+        run(ssd_prefill, args, False), run(ssd_prefill, off, False), strict=True
+    ):
         assert torch.equal(mine, theirs)
