@@ -92,8 +92,8 @@ def _prepare_decays(
     tl.store(decays_ptr + at, cum, mask=on[:, None])
     tl.store(decays_ptr + at + L, fold, mask=on[:, None])
     if weights_ptr is not None:
-        # sums never rise, so that the least of them is the last
-        w = tl.exp2(tl.min(cum, 1)[:, None] - fold)
+        total = tl.sum(tl.where(q[None, :] == L - 1, cum, 0.0), 1)
+        w = tl.exp2(total[:, None] - fold)
         w_high = w.to(tl.bfloat16)
         tl.store(weights_ptr + at, w_high, mask=on[:, None])
         w_low = (w - w_high.to(tl.float32)).to(tl.bfloat16)
