@@ -345,11 +345,11 @@ def _generic(case: Case, tokens: int) -> Tile:
     if tokens > 64:
         shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
     else:
-        rows = 16 if tokens <= 16 else 64
-        shape = {"BLOCK_T": rows, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+        t, n = (16, 64) if tokens <= 16 else (64, 128 if case.N >= 16384 else 64)
+        shape = {"BLOCK_T": t, "BLOCK_N": n, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
     splits, tiles = 1, cdiv(case.N, shape["BLOCK_N"]) * cdiv(tokens, shape["BLOCK_T"])
-    # about two programs for each of a large GPU's processors, each with work to pipeline
-    while splits < 8 and tiles * splits < 200 and 1024 * splits <= case.K:
+    # a program or two for each of a large GPU's processors, each with work to pipeline
+    while splits < 8 and tiles * splits < 132 and 1024 * splits <= case.K:
         splits *= 2
     return Tile(**shape, SPLITS=splits, GROUP=8)
 
