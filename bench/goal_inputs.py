@@ -12,6 +12,9 @@ from nemotriton.kernels.moe_route import route_experts_ref
 from nemotriton.kernels.op import DTYPES, Args, Case
 from nemotriton.kernels.paged import attention_inputs
 from nemotriton.kernels.ssd import chunk_table
+from nemotriton.kernels.ssm_replay import REPLAY_INTERVAL, ring_places
+from nemotriton.kernels.ssm_state import STATE_AXES, round_state_ref
+from nemotriton.kernels.ssm_update import make_noise
 
 Make = Callable[[Case, int, torch.device, torch.dtype, torch.Generator], Args]
 
@@ -59,6 +62,42 @@ def decoding(new: int) -> Make:
         if new > 1:
             args["lanes"] = torch.empty_like(state)[:, None].repeat(1, new, 1, 1, 1)
             args["update_state"] = False
+        return args
+
+    return make
+
+
+def replaying(new: int, tree: bool = False) -> Make:
+    """T / new sequences, in all phases of their rings alike; some store a state in this call.
+
+    A sequence holds 1 .. 16 entries with one token a call; in a verify pass up to two more, as
+    many as are accepted on the average."""
+
+    def make(
+        case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+    ) -> Args:
+        S, places, fmt = T // new, ring_places(REPLAY_INTERVAL, new), STATE_AXES[case.STATE]
+        state, scales = round_state_ref(states(case, S, dev, torch.float32, rng), fmt.dtype)
+        most = REPLAY_INTERVAL + (2 if new > 1 else 0)
+        counts = 1 + 5 * torch.arange(S, dtype=torch.int32, device=dev) % most
+        shapes = {"x_ring": (case.H, places, case.P), "B_ring": (case.G, places, case.N)}
+        args = projection_slices(case, T, dev, dtype, rng)
+        for name, shape in shapes.items():
+            args[name] = torch.randn(S, *shape, generator=rng, device=dev).to(dtype)
+        steps = torch.rand(S, case.H, places, generator=rng, device=dev)
+        args = sequences(args, [new] * S, dev) | {
+            "state": state,
+            "scales": scales,
+            "dt_ring": 0.1 * steps,
+            "counts": counts,
+            "order": torch.arange(places, dtype=torch.int32, device=dev).repeat(S, 1),
+            "max_new": new,
+        }
+        if fmt.stochastic:
+            args["noise"] = make_noise(S, dev, rng)
+        if tree:
+            parents = [(t - 1) // 2 if t else -1 for t in range(new)] * S
+            args["parents"] = torch.tensor(parents, dtype=torch.int32, device=dev)
         return args
 
     return make

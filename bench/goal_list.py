@@ -43,7 +43,16 @@ ATTENTION = {"H": 32, "Hkv": 2, "Dh": 128, "page": 64, "fp8": 0}
 
 def goals() -> list[Goal]:
     """All of them, in the order of a layer's work."""
-    return [*norms(), *linears(), *convolutions(), *states(), *scans(), *attention(), *experts()]
+    return [
+        *norms(),
+        *linears(),
+        *convolutions(),
+        *states(),
+        *replays(),
+        *scans(),
+        *attention(),
+        *experts(),
+    ]
 
 
 def norms() -> Iterator[Goal]:
@@ -113,6 +122,29 @@ def states() -> Iterator[Goal]:
         us = 64 * (1 + new) * 4.194304 / 4.28 / 0.92
         label, made = f"fp32 states of {new} tokens", inputs.decoding(new)
         yield Goal("state", label, "ssm_update", case, 64 * new, us, f"best {peer}", made)
+
+
+def replays() -> Iterator[Goal]:
+    """Mixed phases, so a call is the mean of a cycle: 1.15 times the best peer's speed, or nine
+    tenths of the floor of the bytes that must move; batch 1 beside the plain update's best."""
+    peers = {
+        (1, "bf16"): {1: 3.7, 16: 19, 64: 55, 256: 183},
+        (1, "fp32"): {1: 4.1, 16: 28, 64: 87, 256: 319},
+        (4, "bf16"): {1: 5.1, 16: 21, 64: 61, 256: 217},
+        (4, "fp32"): {1: 5.6, 16: 30, 64: 100, 256: 367},
+        (6, "bf16"): {1: 5.4, 16: 22.9, 64: 68, 256: 247},
+        (6, "fp32"): {1: 6.4, 16: 33.1, 64: 111, 256: 410},
+        (1, "int8"): {256: 183 / 1.15 / 1.4 * 1.15},
+    }
+    for (new, state), batches in peers.items():
+        for tree in (False, True) if new > 1 else (False,):
+            case = Case(**MAMBA, STATE=state, NEW=1 if new == 1 else 4, TREE=int(tree))
+            for batch, peer in batches.items():
+                floor = SPECS["ssm_replay"].cost(case, batch * case.NEW, torch.bfloat16).bytes
+                reach = peer if batch == 1 else max(peer / 1.15, floor / 4.28e6 / 0.9)
+                label = f"{state} state, {new} token{'s' * (new > 1)}{' of a tree' * tree}"
+                made, told = inputs.replaying(new, tree), f"best {peer:.3g}"
+                yield Goal("replay", label, "ssm_replay", case, batch * new, reach, told, made)
 
 
 def scans() -> Iterator[Goal]:

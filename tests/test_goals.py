@@ -19,6 +19,9 @@ ATTENTION = {"H": 4, "Hkv": 2, "Dh": 16, "page": 16, "fp8": 0}
 INPUTS = [
     ("ssm_update", Case(**MAMBA, STATE="fp32", NEW=1, TREE=0), 3, goal_inputs.decoding(1)),
     ("ssm_update", Case(**MAMBA, STATE="bf16", NEW=6, TREE=0), 12, goal_inputs.decoding(6)),
+    ("ssm_replay", Case(**MAMBA, STATE="bf16", NEW=1, TREE=0), 5, goal_inputs.replaying(1)),
+    ("ssm_replay", Case(**MAMBA, STATE="int8", NEW=4, TREE=0), 12, goal_inputs.replaying(6)),
+    ("ssm_replay", Case(**MAMBA, STATE="fp32", NEW=4, TREE=1), 8, goal_inputs.replaying(4, True)),
     ("ssd_prefill", Case(**MAMBA, Q=16), 40, goal_inputs.scanning((33, 7), True)),
     ("ssd_prefill", Case(**MAMBA, Q=16), 8, goal_inputs.scanning((8,), False)),
     ("causal_conv1d", Case(C=48, W=4), 20, goal_inputs.convolving(0)),

@@ -331,9 +331,16 @@ def _make_ssm_replay(
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
-    """A whole head a program, its state spread over a few warps."""
+    """A whole head a program, its state spread over a few warps; half of it where it is fp32 and
+    little else takes registers, so that more programs wait for memory at a time."""
     rows = min(64, max(next_pow2(case.P), 16))
-    return Tile(BLOCK_P=rows, num_warps=4, num_stages=1)
+    if case.STATE == "fp32" and case.NEW == 1 and not case.TREE:
+        rows = min(rows, 32)
+    warps = 4
+    if case.STATE == "int16" or (case.STATE == "int8" and not case.TREE):
+        warps = 8 if rows == 64 else 4  # codes take registers to turn into numbers
+        rows = min(rows, 32) if case.TREE else rows
+    return Tile(BLOCK_P=rows, num_warps=warps, num_stages=1)
 
 
 def _tiles(case: Case) -> list[Tile]:

@@ -27,6 +27,7 @@ HEAVY = {
     "ssd_prefill": (64, 300),
     "ssd_prefill_chunked": (64, 300),
     "ssm_update": (1, 5, 64, 300),
+    "ssm_replay": (1, 5, 64),
     "sample_tokens": (1, 5, 64),
     "logit_thresholds": (1, 5, 64),
 }
