@@ -6,7 +6,7 @@ import torch
 import nemotriton.kernels as K
 from nemotriton.autotune import parity
 from nemotriton.kernels.gemm_packed import PACKED_MATMUL
-from nemotriton.kernels.op import Case, use_tile
+from nemotriton.kernels.op import Case
 from tests.interpreter import test_gemm_stream as checks
 
 
@@ -24,14 +24,11 @@ def test_sums_of_e4m3(columns: int, cuda: torch.device) -> None:
 @pytest.mark.parametrize("N,K", [(18560, 4096), (4096, 5376), (2688, 1856)])
 @pytest.mark.parametrize("T", [1, 7, 16, 100])
 def test_packed_words_by_assembly_and_without(N: int, K: int, T: int, cuda: torch.device) -> None:
-    """Both decode the same numbers, so one form gives the same bits with either."""
     case = Case(N=N, K=K)
-    args = PACKED_MATMUL.make(case, T, cuda, torch.bfloat16, parity.generator(0, cuda))
-    results = []
     for asm in (True, False):
-        with use_tile("packed_matmul", PACKED_MATMUL.default(case, T).but(ASM=asm)):
-            results.append(parity.run(PACKED_MATMUL, args)["out0"])
-    assert torch.equal(*results)
+        tile = PACKED_MATMUL.default(case, T).but(ASM=asm)
+        verdict = parity.check(PACKED_MATMUL, case, T, cuda, torch.bfloat16, tile)
+        assert verdict.ok, f"ASM={asm}: {verdict.detail}"
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 2048])
