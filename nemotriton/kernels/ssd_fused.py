@@ -241,15 +241,12 @@ def _default_tile(case: Case, tokens: int) -> Tile:
 
 
 def _tiles(case: Case) -> list[Tile]:
-    """The plain form's, and where the form for Hopper is one, that with either order of loads."""
+    """Only what changes no bit, the order and depth of loads: how many tokens a batch has picks
+    the tile, and must not pick the rounding."""
     default = _default_tile(case, 0)
-    plain = [
-        default.but(BLOCK_P=p, PACKED=packed, ROLES=False, num_stages=stages)
-        for p in dict.fromkeys(block_edge(case.P, most) for most in (32, 64))
-        for packed in (False, True)
-        for stages in (2, 3)
-    ]
-    return [*plain, *(default.but(AHEAD=ahead) for ahead in (True, False) if default["ROLES"])]
+    if default["ROLES"]:
+        return [default.but(AHEAD=ahead) for ahead in (True, False)]
+    return [default.but(num_stages=stages) for stages in (2, 3)]
 
 
 SSD_PREFILL = KernelSpec(
