@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemotriton import LLM, SamplingParams
 from nemotriton.engine.batch import Span
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.loading import make_caches
@@ -161,6 +162,24 @@ def test_ten_thousand_random_steps_have_the_bits_of_the_recurrence(name: str, st
     for _ in range(steps):
         world.step()
     assert world.crossed > steps / 4, "passes that go beyond a border"
+
+
+def test_the_whole_engine_gives_the_tokens_of_lanes() -> None:
+    """The tiny model, its own block's drafts: none, a chain, a tree; three requests in two slots."""
+    prompts = [[5, 9, 200, 31], list(range(10, 80)), [400]]
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=36, ignore_eos=True)
+    found = []
+    for options in (
+        {"rollback": "lanes"},
+        {"rollback": "replay"},
+        {"rollback": "replay", "drafts": 3},
+        {"rollback": "replay", "tree": "0,0,1,1,2"},
+    ):
+        sizes = {"dtype": "float32", "device": "cpu", "max_context": 128, "max_requests": 2}
+        with LLM.synthetic("tiny", adapt_drafts=False, **sizes, **options) as llm:
+            found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params)])
+            assert bool(llm.plan.rings) == (options["rollback"] == "replay")
+    assert found[1:] == found[:1] * 3
 
 
 @pytest.mark.parametrize("name", ["tiny", "super-120b"])

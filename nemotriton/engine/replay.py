@@ -167,7 +167,7 @@ class ReplayStates(MambaStates):
         """Drop full windows, which this step has stored, and take in `gained` new entries [S].
 
         walked [S, K]: of a tree the rows taken in, then -1; None: the first ones. int32 all."""
-        index = self._rows(slots)
+        index, gained = self._rows(slots), torch.where(slots < 0, 0, gained)
         counts, order = self.counts[index], self.order[index]
         dropped = torch.where((counts >= REPLAY_INTERVAL) & (gained > 0), REPLAY_INTERVAL, 0)
         R = order.shape[1]

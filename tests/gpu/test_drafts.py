@@ -14,16 +14,19 @@ def made(preset: str = "tiny", **options: object) -> LLM:
     return LLM.synthetic(preset, device="cuda", **(sizes | options))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rollback", ["lanes", "replay"])
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_drafts_change_no_token(temperature: float) -> None:
+def test_drafts_change_no_token(temperature: float, rollback: str) -> None:
     """The block's own drafts, then drafts that are right up to another depth on every pass."""
     params = SamplingParams(
         temperature=temperature, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True
     )
-    with made() as llm:
+    with made(rollback="lanes") as llm:
         want = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+    with made(rollback=rollback) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == want
     for text in ("0,1,2", "0,1,2,3,4", "0,0,1,1,2"):
-        with made(tree=text) as llm:
+        with made(tree=text, rollback=rollback) as llm:
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == want
             stub = stubbed(llm.engine, lambda n, depth: depth <= n % 5)
             stub.truth = {f"{len(PROMPTS) + i}-0": ids for i, ids in enumerate(want)}
