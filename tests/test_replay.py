@@ -165,7 +165,7 @@ def test_ten_thousand_random_steps_have_the_bits_of_the_recurrence(name: str, st
 
 
 def test_the_whole_engine_gives_the_tokens_of_lanes() -> None:
-    """The tiny model, its own block's drafts: none, a chain, a tree; three requests in two slots."""
+    """The tiny model and its own drafts: none, a chain, a tree; three requests in two slots."""
     prompts = [[5, 9, 200, 31], list(range(10, 80)), [400]]
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=36, ignore_eos=True)
     found = []
