@@ -103,6 +103,32 @@ class LoadPlan:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a plan was made from, right or wrong, for a report: `expected`, `placements`, `scheme`,
+    `ignored` and `notes` as in LoadPlan, and what stands in the way of a load by its sort.
+
+    unmapped: tensors without destination. missing: destinations, or experts of them, that nothing
+    fills, MTP included. wrong: tensors given twice, or of a wrong type or shape, with the reason.
+    """
+
+    expected: Mapping[str, Expected]
+    placements: tuple[Placement, ...]
+    scheme: QuantScheme
+    ignored: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    unmapped: tuple[str, ...]
+    missing: tuple[str, ...]
+    wrong: tuple[str, ...]
+
+
+def survey(source: Source, config: ModelConfig, mtp: bool = True) -> Survey:
+    """Match every tensor of `source` with a model of `config`, without refusing what is wrong.
+
+    CheckpointError only where the formats themselves cannot be told."""
+    return _Planner(source, config, mtp, False).survey()
+
+
 def make_plan(
     source: Source, config: ModelConfig, mtp: bool = True, act_quant: bool = False
 ) -> LoadPlan:
@@ -162,6 +188,22 @@ class _Planner:
             equal=self._equal_pairs(),
             ignored=tuple(self.ignored),
             notes=(*self.notes, *self.scheme.notes),
+        )
+
+    def survey(self) -> Survey:
+        placements, problems = self._place()
+        missing, _ = self._missing(placements)
+        self._note_precision(placements)
+        twice = [f"{name} is given twice" for name in problems.twice]
+        return Survey(
+            expected=self.wanted,
+            placements=tuple(placements),
+            scheme=self.scheme,
+            ignored=tuple(self.ignored),
+            notes=(*self.notes, *self.scheme.notes),
+            unmapped=tuple(problems.unmapped),
+            missing=tuple(missing),
+            wrong=(*twice, *problems.typed, *problems.shaped),
         )
 
     # ---- formats --------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,18 @@ def _with_config(path: Path) -> Path:
 
 def _download(model: str, revision: str | None, offline: bool) -> Path:
     from huggingface_hub import snapshot_download
+
+    with hub_errors(model, revision, offline):
+        return Path(
+            snapshot_download(
+                model, revision=revision, local_files_only=offline, allow_patterns=list(_FILES)
+            )
+        )
+
+
+@contextlib.contextmanager
+def hub_errors(model: str, revision: str | None, offline: bool) -> Iterator[None]:
+    """What the hub refuses inside the block becomes a CheckpointError with its remedy."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -68,11 +82,7 @@ def _download(model: str, revision: str | None, offline: bool) -> Path:
 
     named = model if revision is None else f"{model} at revision {revision}"
     try:
-        return Path(
-            snapshot_download(
-                model, revision=revision, local_files_only=offline, allow_patterns=list(_FILES)
-            )
-        )
+        yield
     except LocalEntryNotFoundError as error:
         if offline:
             problem = "is not in the local cache, and --offline was asked for"

@@ -1,0 +1,175 @@
+"""The audits' command line: 0 nothing wrong, 1 something found, 2 could not look, 130 stopped."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nemotriton.audit.report import tell
+from nemotriton.audit.texts import DEFAULT_TEXTS, gather
+from nemotriton.console import Console
+from nemotriton.errors import NemotritonError
+from nemotriton.generate import options as o
+from nemotriton.generate.prompts import UsageError
+from nemotriton.generate.source import Machine, Source, implementations
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find out what is in a checkpoint, what fits, and which op is wrong.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
+Checkpoint = Annotated[str, typer.Argument(help="Directory or Hugging Face id.")]
+Texts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A text (repeatable).")]
+TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line.")]
+
+
+@app.callback()
+def main() -> None:
+    """Find out what is in a checkpoint, what fits, and which op is wrong."""
+
+
+@app.command("checkpoint")
+def checkpoint_command(
+    model: Checkpoint,
+    mtp: Annotated[bool, typer.Option(help="Ask for the MTP block config.json declares.")] = True,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Compare a checkpoint with its configuration, from headers only (an id: no download).
+
+    Exits 1 unless every tensor has its place and every place its tensor."""
+    with exit_codes():
+        from nemotriton.audit import checkpoint
+        from nemotriton.audit.headers import open_headers
+        from nemotriton.model.config import ModelConfig
+
+        source = open_headers(model, revision, offline)
+        config = ModelConfig.from_json(source.directory)
+        inventory = checkpoint.take_inventory(source, config, mtp)
+        found = checkpoint.as_object(inventory, source, config)
+        tell(found, checkpoint.as_lines(inventory, found), as_json)
+        _end(inventory.complete)
+
+
+@app.command("memory")
+def memory_command(
+    model: Annotated[str, typer.Argument(help="Preset, directory or Hugging Face id.")],
+    gpu: Annotated[str, typer.Option(help="h100, h200, b200, ..., or memory in GiB.")] = "h200",
+    context: Annotated[int | None, typer.Option(help="Tokens of a request.", min=1)] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests at a time.", min=1)] = None,
+    quant: Annotated[
+        str, typer.Option(help="Formats of a preset: bf16, fp8, nvfp4, super-mixed, release.")
+    ] = "release",
+    drafts: Annotated[int, typer.Option(help="Drafts a step.", min=0)] = 0,
+    share: Annotated[
+        float, typer.Option("--memory", help="Share of the GPU's memory to use.")
+    ] = 0.9,
+    state_dtype: o.StateDtype = None,
+    kv_dtype: o.KvDtype = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Say what fits on a GPU, without having one.
+
+    Exits 1 where what is asked for does not fit."""
+    with exit_codes():
+        if not 0 < share <= 1:
+            raise UsageError(f"--memory {share:g} is no share: give a number in (0, 1].")
+        from nemotriton.audit import memory
+        from nemotriton.audit.gpus import find_gpu
+
+        where = find_gpu(gpu)
+        wanted = memory.Wanted(
+            context, requests, drafts, share, state_dtype=state_dtype, kv_dtype=kv_dtype
+        )
+        stored = memory.stored(model, quant, drafts > 0, revision, offline)
+        found = memory.what_fits(stored, where, wanted)
+        tell(found, memory.as_lines(found), as_json)
+        _end(found["fits"])
+
+
+@app.command("mtp")
+def mtp_command(
+    model: o.Model = None,
+    prompt: Texts = None,
+    file: TextFile = None,
+    drafts: Annotated[int, typer.Option(help="Drafts a step.", min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", help="Of each.", min=1)] = 64,
+    synthetic: Annotated[
+        int | None, typer.Option(help="Random weights of this seed.", show_default=False)
+    ] = None,
+    layers: o.Layers = None,
+    width_scale: o.WidthScale = None,
+    quant: o.Quant = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    memory: o.Memory = 0.9,
+    impl: o.Impl = None,
+    rollback: o.Rollback = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Show that drafts change no token, and how many are accepted.
+
+    Exits 1 where a token differs by more than rounding explains."""
+    with exit_codes() as console:
+        texts = gather(prompt, file) or DEFAULT_TEXTS
+        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+        machine = Machine(
+            *(device, memory, None, len(texts), None, None, implementations(impl)),
+            drafts=drafts,
+            adapt_drafts=False,
+            rollback=rollback,
+        )
+        from nemotriton.audit import mtp
+        from nemotriton.generate.loading import opened
+
+        with opened(source, machine, console) as llm:
+            drafted = mtp.draft(llm, texts, max_tokens)
+        without = replace(machine, drafts=0, rollback=None)
+        with opened(source, without, Console(quiet=True)) as llm:
+            found = mtp.compare(llm, drafted, max_tokens)
+        tell(found, mtp.as_lines(found), as_json)
+        _end(not found["faults"])
+
+
+@app.command("env")
+def env_command(as_json: Json = False) -> None:
+    """Print versions, GPU, driver and tuned kernels; works where nothing else does."""
+    from nemotriton.audit import environment
+
+    found = environment.describe()
+    tell(found, environment.as_lines(found), as_json)
+
+
+def _end(fine: bool) -> None:
+    if not fine:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[Console]:
+    """Every error on purpose becomes one line and exit code 2: 1 is for what an audit found."""
+    console = Console()
+    try:
+        yield console
+    except NemotritonError as problem:
+        console.error(str(problem))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        raise typer.Exit(130) from None
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m nemotriton.audit")

@@ -1,0 +1,50 @@
+"""Wrong command lines: exit code 2, one message that names value and remedy, nothing on stdout."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.audit.command import invoke
+
+
+@pytest.mark.parametrize(
+    "args,words",
+    [
+        (["chekpoint", "x"], ["chekpoint", "checkpoint"]),
+        (["checkpoint"], ["Missing argument"]),
+        (["checkpoint", "/no/such/place"], ["no directory /no/such/place", "owner/name"]),
+        (["checkpoint", "owner/name", "--offline"], ["local cache", "--offline"]),
+        (["memory", "super-12b"], ["no directory super-12b", "owner/name"]),
+        (["memory", "preset:gpt"], ["gpt", "super-120b"]),
+        (["memory", "tiny", "--gpu", "h20"], ["--gpu h20", "h200", "GiB"]),
+        (["memory", "tiny", "--gpu", "0"], ["--gpu 0", "b200"]),
+        (["memory", "tiny", "--memory", "1.5"], ["--memory 1.5", "(0, 1]"]),
+        (["memory", "tiny", "--context", "0"], ["--context", "Invalid value"]),
+        (["memory", "tiny", "--context", "4096"], ["--context 4,096", "2,048", "lower it"]),
+        (["memory", "tiny", "--requests", "0"], ["--requests", "Invalid value"]),
+        (["memory", "tiny", "--quant", "int4"], ["'int4'", "nvfp4"]),
+        (["memory", "h-8b", "--drafts", "3"], ["no MTP block", "--drafts 0"]),
+        (["memory", "tiny", "--kv-dtype", "int8"], ["int8", "auto, bf16, fp8"]),
+        (["memory", "tiny", "--state-dtype", "fp8"], ["fp8", "float32"]),
+        (["mtp", "--drafts", "0"], ["--drafts", "Invalid value"]),
+        (["mtp", "--drafts", "40"], ["drafts=40", "0 to 32"]),
+        (["mtp", "-p", ""], ["--prompt", "empty"]),
+        (["mtp", "-f", "/no/file"], ["/no/file cannot be read", "No such file"]),
+        (["mtp", "preset:tiny"], ["preset:tiny has no weights", "--synthetic"]),
+        (["mtp", "--impl", "cuda"], ["--impl cuda", "OP=ref"]),
+        (["mtp", "-p", "a" * 3000], ["3,001", "2,048"]),
+        (["env", "--verbose"], ["--verbose"]),
+    ],
+)
+def test_wrong_options(args: list[str], words: list[str]) -> None:
+    code, out, err = invoke(*args)
+    assert (code, out) == (2, ""), err
+    for word in words:
+        assert word in err
+
+
+def test_a_file_of_blank_lines_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "blank").write_text("\n \n")
+    code, _, err = invoke("mtp", "-f", str(tmp_path / "blank"))
+    assert code == 2
+    assert "holds no text" in err
