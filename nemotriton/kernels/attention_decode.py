@@ -299,7 +299,7 @@ def _decode_default(case: Case, tokens: int) -> Tile:
         return fp32_tile(case).but(SPLITS=64)
     base = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, PDL=False)
     if not _wide(case):
-        return base.but(SPLITS=FINEST, maxnreg=ROOM)
+        return base.but(SPLITS=64, num_stages=4, maxnreg=ROOM)
     # the look-up of ancestors takes registers that four warps do not have on sm_100
     return base.but(SPLITS=64, num_warps=8 if case.tree else 4)
 

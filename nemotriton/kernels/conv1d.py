@@ -96,16 +96,6 @@ def _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept,
 
 
 @triton.jit
-def _new_taps(x_ptr, x_stride, w_ptr, tap_stride, t, c, inside, C, acc, W: tl.constexpr):
-    """acc + the taps of rows whose whole past is new tokens, newest first."""
-    for back in tl.static_range(W):
-        u = tl.load(x_ptr + (t - back)[:, None] * x_stride + c[None, :], mask=inside)
-        w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
-        acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
-    return acc
-
-
-@triton.jit
 def _before(parents_idx, start, at, live):
     """The row of u that stands before each row `at`: the one above, or a draft's parent."""
     if parents_idx is not None:
@@ -158,20 +148,16 @@ def _causal_conv1d(
     w_ptr += c * w_stride
 
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    if tile > 0:
-        new = inside & owned
-        acc = _new_taps(x_ptr, x_stride, w_ptr, tap_stride, t, c, new, C, acc, W)
-    else:
-        at = t  # the row of u under the tap
-        for back in tl.static_range(W):
-            u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
-            w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
-            acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
-            if back < W - 1:
-                if lanes_ptr is not None:
-                    lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
-                    tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
-                at = _before(parents_idx, start, at, t < n)
+    at = t  # the row of u under the tap
+    for back in tl.static_range(W):
+        u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
+        w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
+        acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
+        if back < W - 1:
+            if lanes_ptr is not None:
+                lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride
+                tl.store(lane + t[:, None] * lane_stride + c[None, :], u, mask=inside & owned)
+            at = _before(parents_idx, start, at, t < n)
     y = finish(acc, b_ptr, c, C, owned).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + (start + t)[:, None] * y_stride + c[None, :], y, mask=inside)
 
@@ -183,6 +169,102 @@ def _causal_conv1d(
         tl.debug_barrier()  # every thread has read the window before any overwrites it
         place = window_ptr + row[:, None] * row_stride + c[None, :]
         tl.store(place, final, mask=kept_rows & owned)
+
+
+@triton.jit
+def _row(x_ptr, window_ptr, row_stride, x_stride, at, c, inside, owned, kept, W: tl.constexpr):
+    """The row `at` of a sequence's u."""
+    new = tl.load(x_ptr + at * x_stride + c, mask=inside & owned & (at >= 0), other=0.0)
+    window = window_ptr + (at + (W - 1)) * row_stride + c
+    return tl.where(at >= 0, new, tl.load(window, mask=inside & kept & (at < 0), other=0.0))
+
+
+@triton.jit
+def _next_window(x_ptr, window, row_stride, x_stride, n, c, inside, owned, kept, W: tl.constexpr):
+    for row in tl.static_range(W - 1):
+        at = n - (W - 1) + row
+        last = _row(x_ptr, window, row_stride, x_stride, at, c, inside, owned, kept, W)
+        tl.store(window + row * row_stride + c, last, mask=inside & owned)
+
+
+@triton.jit
+def _past(
+    x_ptr, window_ptr, row_stride, x_stride, first, c, inside, owned, kept,
+    back: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """The row `back` before the program's first; zeros where the filter does not reach."""
+    at, reached = first - back, inside & (back < W)
+    u = _row(x_ptr, window_ptr, row_stride, x_stride, at, c, reached, owned, kept, W)
+    return u.to(tl.float32)
+
+
+@triton.jit
+def _tap(w_ptr, tap_stride, inside, back: tl.constexpr, W: tl.constexpr):
+    """The weights of the tap `back` tokens ago; zeros beyond the filter."""
+    return tl.load(w_ptr - back * tap_stride, mask=inside & (back < W), other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _conv1d_rows(
+    x_ptr, w_ptr, b_ptr, state_ptr, fresh_ptr, y_ptr, cu_idx, slots_idx,
+    x_stride, y_stride, w_stride, tap_stride, slot_stride, row_stride, C, tiles,
+    W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_T tokens of one sequence, row after row, for a block of channels; W is at most 4.
+
+    The last rows stay in registers: each is read once, two ahead of its use. Threads keep to their
+    channels, so the order of their loads and stores is enough for the window."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(C, BLOCK_C)
+    c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    first = pid // blocks % tiles * BLOCK_T
+    s = pid // blocks // tiles
+    start = tl.load(cu_idx + s).to(tl.int64)
+    n = tl.load(cu_idx + s + 1).to(tl.int64) - start
+    slot = tl.load(slots_idx + s).to(tl.int64)
+    owned = slot >= 0
+    kept = owned
+    if fresh_ptr is not None:
+        kept = owned & (tl.load(fresh_ptr + s) == 0)
+    if first >= tl.maximum(n, 1):
+        return
+    inside = c < C
+    x_ptr += start * x_stride
+    window = state_ptr + slot * slot_stride
+    past1 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 1, W)
+    past2 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 2, W)
+    past3 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 3, W)
+    w_ptr += c * w_stride + (W - 1) * tap_stride
+    w0 = _tap(w_ptr, tap_stride, inside, 0, W)
+    w1 = _tap(w_ptr, tap_stride, inside, 1, W)
+    w2 = _tap(w_ptr, tap_stride, inside, 2, W)
+    w3 = _tap(w_ptr, tap_stride, inside, 3, W)
+    if b_ptr is not None:
+        bias = tl.load(b_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    count = tl.minimum(n - first, BLOCK_T)
+    live = inside & owned
+    x_at = x_ptr + first * x_stride + c
+    y_at = y_ptr + (start + first) * y_stride + c
+    x = tl.load(x_at, mask=live & (count > 0), other=0.0)
+    after = tl.load(x_at + x_stride, mask=live & (count > 1), other=0.0)
+    for i in range(count):
+        ahead = tl.load(x_at + 2 * x_stride, mask=live & (i + 2 < count), other=0.0)
+        now = x.to(tl.float32)
+        acc = now * w0 + past1 * w1
+        acc = acc + past2 * w2 + past3 * w3  # from the newest to the oldest, as everywhere
+        if b_ptr is not None:
+            acc += bias
+        y = tl.where(owned, silu(acc), 0.0)
+        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        past3 = past2
+        past2 = past1
+        past1 = now
+        x = after
+        after = ahead
+        x_at += x_stride
+        y_at += y_stride
+    if first == 0:
+        _next_window(x_ptr, window, row_stride, x_stride, n, c, inside, owned, kept, W)
 
 
 def launch_tiles(
@@ -269,17 +351,31 @@ def causal_conv1d(
     tokens of one sequence, or more. Returns y [T, C]. No two sequences may share a slot."""
     T, C, W = check_inputs(x, weight, bias, state, cu, slots)
     tile = CAUSAL_CONV1D.tile(T, x, C=C, W=W)
-    return launch_tiles(x, weight, bias, state, cu, slots, max_new, tile, fresh=fresh)
+    if W > 4:
+        tile = Tile(BLOCK_T=32, BLOCK_C=128, num_warps=4, num_stages=1)
+        return launch_tiles(x, weight, bias, state, cu, slots, max_new, tile, fresh=fresh)
+    y = torch.empty((T, C), dtype=x.dtype, device=x.device)
+    tiles = max(cdiv(max_new, int(tile["BLOCK_T"])), 1)
+    grid = (slots.shape[0] * tiles * cdiv(C, int(tile["BLOCK_C"])),)
+    strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2])
+    tensors = (x, weight, bias, state, fresh, y, cu, slots)
+    launch(_conv1d_rows, grid, *tensors, *strides, C, tiles, W=W, **tile)
+    return y
 
 
 def _prefill_tiles(case: Case) -> list[Tile]:
+    """A thread has 8 channels of 16 bits, 16 bytes a load, or half as many."""
     return [
-        Tile(BLOCK_T=t, BLOCK_C=c, num_warps=w, num_stages=1)
-        for t in (16, 32, 64)
-        for c in (64, 128, 256)
-        for w in (1, 2, 4, 8)
-        if 16 <= t * c // (32 * w) <= 64  # elements a thread: all W taps are in flight at once
+        Tile(BLOCK_T=t, BLOCK_C=lanes * 32 * w, num_warps=w, num_stages=1)
+        for t in (8, 16, 32, 64, 128)
+        for w, lanes in ((1, 8), (2, 8), (4, 8), (2, 4), (4, 4))
     ]
+
+
+def _prefill_default(case: Case, tokens: int) -> Tile:
+    """Programs of one or two warps, enough of them to fill a large GPU."""
+    rows = 64 if tokens > 4096 else 32 if tokens > 1024 else 16
+    return Tile(BLOCK_T=rows, BLOCK_C=512, num_warps=2, num_stages=1)
 
 
 def window_inputs(
@@ -323,13 +419,13 @@ def windows(config: object) -> list[Case]:
 
 CAUSAL_CONV1D = KernelSpec(
     op=causal_conv1d,
-    kernels=(_causal_conv1d,),
+    kernels=(_causal_conv1d, _conv1d_rows),
     cases=windows,
     small=[Case(C=48, W=4), Case(C=37, W=3), Case(C=130, W=2)],
     tokens=(64, 256, 1024, 4096, 16384, 65536),
     make=_make_causal_conv1d,
     tiles=_prefill_tiles,
-    default=lambda case, tokens: Tile(BLOCK_T=32, BLOCK_C=128, num_warps=4, num_stages=1),
+    default=_prefill_default,
     cost=lambda case, T, dtype: Cost(
         (2 * case.W + 4) * T * case.C, (2 * T + case.W) * case.C * dtype.itemsize
     ),

@@ -345,8 +345,10 @@ def _default(case: Case, tokens: int) -> Tile:
     """Eight keys a lane, for more would spill; a few tokens in one program, many in many."""
     few = next_pow2(tokens) * _columns(case) <= ONE_PROGRAM // 2
     block = next_pow2(tokens) if few else 1
-    blocks = 1 if tokens <= 512 else 8 if tokens <= 8192 else 32
-    warps = min(16, max(1, block * _columns(case) // 256))
+    block = 2 if 512 < tokens <= 2048 else block
+    blocks = 1 if tokens <= 2048 else 8
+    lane = 128 if block == 1 and tokens <= 16 else 256  # keys of a warp
+    warps = min(16, max(1, block * _columns(case) // lane))
     return Tile(BLOCK_T=block, BLOCKS=blocks, num_warps=warps, num_stages=1)
 
 
