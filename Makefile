@@ -72,7 +72,7 @@ endif
 	touch $@
 
 $(DEV_READY): $(READY)
-	$(INSTALL) --editable ".[dev,json]"
+	$(INSTALL) --editable ".[dev,json,serve]"
 	touch $@
 
 # The interpreter of triton 3.6 does not run on numpy 2.4.

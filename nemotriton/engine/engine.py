@@ -6,6 +6,7 @@ so a bad one never reaches a step that others share.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from nemotriton.text.structured import Grammars
 from nemotriton.text.tokens import Tokenizer
 
 Prompt = str | Sequence[int] | ChatPrompt
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +275,7 @@ class Engine:
                     f"max_requests or memory. ({problem})"
                 ) from problem
             raise
-        new = sum(self._take(piece, tokens) for piece, tokens in results)
+        new = sum(self._book(piece, tokens) for piece, tokens in results)
         seconds = time.perf_counter() - start
         self.meter.count(step, new, seconds)
         self._book_drafts(step, results, decoding, seconds)
@@ -292,6 +294,23 @@ class Engine:
             alone = not (step.prefill or step.saves or step.restores)
             full = [n for p, n in accepted if p.count == 1 + self.depth.current]
             self.depth.book(decoding, full, seconds if alone else None)
+
+    def _book(self, piece: Piece, tokens: list[int] | None) -> int:
+        """As `_take`; a fault in one request's text or grammar ends that request alone."""
+        request = piece.request
+        try:
+            if request.fault is not None:
+                raise request.fault
+            return self._take(piece, tokens)
+        except Exception as problem:
+            log.exception("request %s failed", request.id)
+            self.scheduler.finish(request, "error", f"{type(problem).__name__}: {problem}")
+            self._by_request.pop(request.id, None)
+            self.runner.sampler.forget(request)
+            group = self._groups.get(request.id.partition("-")[0])
+            if group is not None and group.finished:
+                del self._groups[group.id]
+            return 0
 
     def _take(self, piece: Piece, tokens: list[int] | None) -> int:
         """Book what one piece brought; the number of new tokens."""

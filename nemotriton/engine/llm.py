@@ -224,7 +224,7 @@ class LLM:
                 groups.append(self.engine.submit(p))
             pending = list(groups)
             while pending:
-                self._step()
+                self.step()
                 ended = [g for g in pending if g.finished]
                 pending = [g for g in pending if not g.finished]
                 for group in ended if on_finish is not None else ():
@@ -252,7 +252,7 @@ class LLM:
         try:
             while not group.finished:
                 yield from group.take()
-                self._step()
+                self.step()
             yield from group.take()
         finally:
             self._cancel([group])
@@ -305,7 +305,7 @@ class LLM:
             for p in prepared:
                 groups.append(self.engine.submit(p))
             while not all(g.finished for g in groups):
-                self._step()
+                self.step()
         finally:
             self._cancel(groups)
         found = [torch.cat(g.completions[0].request.logits) for g in groups]
@@ -392,7 +392,8 @@ class LLM:
             require(is_params, f"params has {p!r}: give SamplingParams.", RequestError)
         return [self.engine.prepare(p, s) for p, s in zip(prompts, each, strict=True)]
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Run one step of what was submitted to `engine`, from the thread that owns it."""
         with self._on_device():
             self.engine.step()
 

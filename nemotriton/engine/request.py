@@ -31,7 +31,7 @@ class Request:
     run behind the last one in the step at hand, and `hidden` what they start from: the draft
     block's output [D] behind the last computed token. `saved` is the runner's host copy while
     preempted.
-    `constraint` says which tokens may come next, None where all may.
+    `constraint` says which tokens may come next, None where all may; `fault` is what it raised.
     `keep_logits` scores the prompt (float32 rows [n, V] appended to `logits`) and generates
     nothing. `logprobs` has an entry for each output token, `prompt_logprobs` for each prompt token.
     """
@@ -45,6 +45,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     keep_logits: bool = False
     constraint: "Constraint | None" = None
+    fault: Exception | None = None
 
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)

@@ -129,9 +129,7 @@ class Sampler:
         bits = torch.full((len(rows), -(-self.vocab // 32)), -1, dtype=torch.int32)
         for mask, i in zip(bits, rows):
             before, known = known[: ahead[i]], known[ahead[i] :]
-            constraint = requests[i].constraint
-            assert constraint is not None
-            if not constraint.allow(mask, requests[i].output, before):
+            if not self._allow(mask, requests[i], before):
                 mask.fill_(-1)
         index = torch.tensor(rows).to(self.device, non_blocking=True)
         shifts = torch.arange(32, dtype=torch.int32, device=self.device)
@@ -141,6 +139,16 @@ class Sampler:
         # a draft whose siblings have taken all that is allowed: anything will do, it is rejected
         dead = new.amax(-1, keepdim=True) == -torch.inf
         return logits.index_copy(0, index, torch.where(dead, old, new))
+
+    @staticmethod
+    def _allow(mask: Tensor, request: Request, before: Sequence[int]) -> bool:
+        """`Constraint.allow`; what it raises is the request's own end, not that of the step."""
+        assert request.constraint is not None
+        try:
+            return request.constraint.allow(mask, request.output, before)
+        except Exception as problem:
+            request.fault = problem
+            return False
 
     def _penalise(self, row: Tensor, request: Request, drafts: Tensor | None) -> None:
         params = request.params

@@ -61,10 +61,10 @@ def _body(output: Any, url: str, model: str) -> dict[str, Any]:
         choice["message"] = _message(completion)
         if completion.tool_calls and completion.finish_reason == "stop":
             choice["finish_reason"] = "tool_calls"
-        choice["logprobs"] = _chat_logprobs(completion)
+        choice["logprobs"] = chat_logprobs(completion)
     else:
         choice["text"] = completion.text
-        choice["logprobs"] = _completion_logprobs(completion)
+        choice["logprobs"] = completion_logprobs(completion)
     return {
         "id": output.request_id,
         "object": "chat.completion" if url == CHAT else "text_completion",
@@ -125,7 +125,8 @@ def _finite(logprob: float) -> float:
     return max(float(logprob), LOWEST)
 
 
-def _chat_logprobs(completion: Any) -> dict[str, Any] | None:
+def chat_logprobs(completion: Any) -> dict[str, Any] | None:
+    """Of a completion, or of a part of it, as OpenAI's chat has them; None without any."""
     positions = _positions(completion.token_ids, completion.logprobs)
     if positions is None:
         return None
@@ -139,7 +140,8 @@ def _openai(entry: dict[str, Any]) -> dict[str, Any]:
     return {"token": token, "logprob": entry["logprob"], "bytes": list(token.encode())}
 
 
-def _completion_logprobs(completion: Any) -> dict[str, Any] | None:
+def completion_logprobs(completion: Any) -> dict[str, Any] | None:
+    """The same as OpenAI's plain completions have them."""
     positions = _positions(completion.token_ids, completion.logprobs)
     if positions is None:
         return None

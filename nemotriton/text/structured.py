@@ -15,6 +15,8 @@ from nemotriton.errors import RequestError, UnsupportedError, require
 _CONTROL = re.compile(rb"[^\n\r -\xff]")
 _SPACES = 16  # white space a JSON text may have in one place; a model could go on with it for ever
 
+_KEPT = 256 * 2**20  # bytes of compiled grammars
+
 
 def check_grammar(json_schema: str | Mapping[str, Any] | None, regex: str | None) -> None:
     """RequestError where the schema or expression is none, UnsupportedError without xgrammar."""
@@ -61,7 +63,8 @@ class Grammars:
         words = [b"" if is_json and _CONTROL.search(word) else word for word in self._words]
         info = _library().TokenizerInfo(words, stop_token_ids=self._stop_ids)
         wordless = {i for i, word in enumerate(words) if not word} - set(self._stop_ids)
-        return _library().GrammarCompiler(info), frozenset(wordless)
+        compiler = _library().GrammarCompiler(info, cache_limit_bytes=_KEPT)
+        return compiler, frozenset(wordless)
 
 
 class Matcher:

@@ -9,6 +9,8 @@ from nemotriton.errors import ConfigError, RequestError, require
 from nemotriton.text.generation_config import read_json
 
 Message = Mapping[str, Any]
+# what a template that meets other types than it expects makes Python raise
+_MISREAD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 
 
 def read_template(directory: Path | None) -> str | None:
@@ -51,7 +53,7 @@ def refusals() -> Iterator[None]:
 
     try:
         yield
-    except (jinja2.TemplateError, ValueError, TypeError) as problem:
+    except (jinja2.TemplateError, *_MISREAD) as problem:
         raise RequestError(f"the chat template refused the conversation: {problem}") from None
 
 

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface over one engine: `python -m nemotriton.serve MODEL`."""

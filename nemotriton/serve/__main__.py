@@ -1,0 +1,172 @@
+"""The command: `python -m nemotriton.serve MODEL`; exit codes as those of `generate`."""
+
+import socket
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from nemotriton.console import Console
+from nemotriton.errors import UnsupportedError
+from nemotriton.generate import options as o
+from nemotriton.generate.__main__ import Command, exit_codes
+from nemotriton.generate.prompts import UsageError
+from nemotriton.generate.source import Machine, Source, machine_of, source_of
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_MIB = 2**20
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def _option(*names: str, help: str, default: str = "", envvar: str | None = None) -> Any:
+    shown = default or False
+    group = "Server"
+    return typer.Option(*names, help=help, rich_help_panel=group, show_default=shown, envvar=envvar)
+
+
+Host = Annotated[str, _option("--host", help="Address to listen on.", default="127.0.0.1")]
+Port = Annotated[int, _option("--port", help="0 takes a free one.", default="8000")]
+Name = Annotated[
+    str | None, _option("--name", help="What clients call the model.", default="MODEL itself")
+]
+Key = Annotated[
+    str | None,
+    _option(
+        "--api-key", help="Wanted of clients. Better in the variable.", envvar="NEMOTRITON_API_KEY"
+    ),
+]
+Queue = Annotated[
+    int,
+    _option("--queue", help="Completions that may wait; above that clients get 429.", default="64"),
+]
+BodyLimit = Annotated[int, _option("--body-limit", help="Largest body, in MiB.", default="8")]
+PromptLimit = Annotated[
+    int | None, _option("--prompt-limit", help="Most tokens of a prompt.", default="the context")
+]
+TokenLimit = Annotated[
+    int | None, _option("--token-limit", help="Most tokens of an answer.", default="the context")
+]
+Timeout = Annotated[
+    float, _option("--timeout", help="Most seconds of a request, queue included.", default="600")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where to listen, and what to ask of clients; UsageError for what makes no sense."""
+
+    host: str
+    port: int
+    name: str | None
+    api_key: str | None
+    queue: int
+    body_limit: int
+    prompt_limit: int | None
+    token_limit: int | None
+    timeout: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise UsageError(f"--port {self.port} is no port: give 0 .. 65535.")
+        for name in ("body_limit", "prompt_limit", "token_limit", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
+        if self.queue < 0:
+            raise UsageError(f"--queue {self.queue} is below 0.")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise UsageError("--api-key is empty or not ASCII: give letters and digits.")
+
+    def bound(self) -> socket.socket:
+        """The address taken, before minutes are spent on loading; nobody is let in yet."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((self.host, self.port))
+        except OSError as problem:
+            found.close()
+            raise UsageError(f"{self.host}:{self.port}: {problem.strerror or problem}.") from None
+        return found
+
+
+@app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    ctx: typer.Context,
+    model: o.Model = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: Name = None,
+    api_key: Key = None,
+    queue: Queue = 64,
+    body_limit: BodyLimit = 8,
+    prompt_limit: PromptLimit = None,
+    token_limit: TokenLimit = None,
+    timeout: Timeout = 600.0,
+    quiet: o.Quiet = False,
+    version: o.Version = False,
+    synthetic: o.Synthetic = None,
+    layers: o.Layers = None,
+    width_scale: o.WidthScale = None,
+    quant: o.Quant = None,
+    dtype: o.Dtype = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    device: o.Device = None,
+    memory: o.Memory = 0.9,
+    max_context: o.MaxContext = None,
+    max_requests: o.MaxRequests = None,
+    prefill_piece: o.PrefillPiece = None,
+    state_dtype: o.StateDtype = None,
+    kv_dtype: o.KvDtype = None,
+    act_quant: o.ActQuant = False,
+    impl: o.Impl = None,
+    drafts: o.Drafts = 0,
+    tree: o.Tree = None,
+    adapt_drafts: o.AdaptDrafts = True,
+    graphs: o.Graphs = None,
+    rollback: o.Rollback = None,
+) -> None:
+    """Serve a Nemotron-H model to OpenAI clients. SIGTERM or Ctrl-C drains, a second one stops."""
+    with exit_codes(console := Console(quiet)):
+        place = Place(**{field: ctx.params[field] for field in Place.__dataclass_fields__})
+        serve(place, source_of(ctx.params), machine_of(ctx.params), console)
+
+
+def serve(place: Place, source: Source, machine: Machine, console: Console) -> None:
+    """Load the model and serve it until a signal comes."""
+    try:
+        from nemotriton.serve.app import Limits, Service
+        from nemotriton.serve.server import Server
+    except ModuleNotFoundError as missing:
+        raise UnsupportedError(
+            f"{missing.name} is not installed: pip install 'nemotriton[serve]'"
+        ) from None
+    from nemotriton.generate.loading import opened
+
+    with place.bound() as listener, opened(source, machine, console) as llm:
+        limits = Limits(
+            queue=place.queue,
+            body=place.body_limit * _MIB,
+            prompt=place.prompt_limit,
+            tokens=place.token_limit,
+            seconds=place.timeout,
+        )
+        name = place.name or source.model or llm.config.name
+        service = Service(llm, name, limits, place.api_key)
+
+        def ready() -> None:
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            console.line("serving", f"{name} at http://{shown}:{port}/v1")
+            if place.api_key is None and host not in _LOCAL:
+                console.warn("anyone who reaches this address may use it: give --api-key.")
+
+        try:
+            Server(service, ready).run(sockets=[listener])
+        finally:
+            service.close()
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m nemotriton.serve")

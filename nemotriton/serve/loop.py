@@ -1,0 +1,250 @@
+"""The engine in a thread of its own: requests in, what they bring out, and nobody waits.
+
+The event loop and this thread share an inbox under a lock. Everything else belongs to one of them:
+the engine to the thread, the books (what is open, what is measured) to the event loop, which gets
+the news of a step in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nemotriton.engine.engine import Prepared
+from nemotriton.engine.outputs import Delta, Group
+from nemotriton.errors import NemotritonError
+from nemotriton.serve.failures import Failure, refusal
+
+if TYPE_CHECKING:
+    from nemotriton.engine.llm import LLM
+
+log = logging.getLogger(__name__)
+BAD_ENDS = ("error", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step added to one of a job's prompts."""
+
+    prompt: int
+    delta: Delta
+
+
+class Done:
+    """A job has ended well; its groups do not change any more."""
+
+
+Event = Piece | Done | Failure
+
+
+@dataclass(eq=False)
+class Job:
+    """A client's request: one or several prompts, `weight` completions in all.
+
+    stream: its deltas are wanted, not only the end. events: for whoever answers. The rest is for
+    the loop; times are of `perf_counter`.
+    """
+
+    prepared: list[Prepared]
+    weight: int
+    stream: bool
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    groups: list[Group] = field(default_factory=list)
+    cancelled: bool = False
+    ended: bool = False
+    arrived: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all its prompts."""
+        return sum(len(p.ids) for p in self.prepared)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all its completions so far."""
+        return sum(len(c.request.output) for g in self.groups for c in g.completions)
+
+
+class EngineLoop:
+    """Steps an LLM as long as there is work.
+
+    room: completions that may be open at the same time, running and waiting. on_end: called on the
+    event loop with each job that has ended, well or not.
+    """
+
+    def __init__(self, llm: LLM, room: int, on_end: Callable[[Job], None]) -> None:
+        self.room = room
+        self.open = 0
+        self.fault: str | None = None  # of the last step
+        self._llm = llm
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._inbox: list[Job] = []
+        self._cancels: list[Job] = []
+        self._stopping = False
+        self._active: list[Job] = []
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- called on the event loop -------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin; from the event loop that the news goes to."""
+        self._events = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    def reserve(self, weight: int) -> bool:
+        """Book room for so many completions; False where there is none."""
+        if self.open + weight > self.room:
+            return False
+        self.open += weight
+        return True
+
+    def release(self, weight: int) -> None:
+        """Give back room that no job came to fill."""
+        self.open -= weight
+
+    def submit(self, job: Job) -> None:
+        """Hand over a job whose room is reserved; the loop releases it at the job's end."""
+        with self._changed:
+            if not self._stopping and self.alive:
+                self._inbox.append(job)
+                self._changed.notify()
+                return
+        self._deliver([(job, [Failure(503, "the server is stopping.", "stopping")], True)])
+
+    def cancel(self, job: Job) -> None:
+        """End a job before the next step; nothing for one that has ended."""
+        if job.ended or job.cancelled:
+            return
+        job.cancelled = True
+        with self._changed:
+            self._cancels.append(job)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread after the step at hand, and wait for that; what is open stays unanswered.
+
+        From any thread; again does nothing."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                self._step()
+                self._tell()
+        except BaseException:
+            log.exception("the engine's thread ended")
+            raise
+        finally:
+            with self._changed:
+                self._stopping = True
+                left, self._inbox = [*self._active, *self._inbox], []
+            end = Failure(503, "the server stopped before the answer was complete.", "stopping")
+            self._post([(job, [end], True) for job in left])
+
+    def _take_in(self) -> bool:
+        """Wait for work; False where there will be none."""
+        with self._changed:
+            while not (self._inbox or self._cancels or self._llm.engine.busy or self._stopping):
+                self._changed.wait()
+            if self._stopping:
+                return False
+            jobs, self._inbox = self._inbox, []
+            cancels, self._cancels = self._cancels, []
+        for job in jobs:
+            self._active.append(job)
+            if not job.cancelled:
+                self._submit(job)
+        for job in cancels:
+            for group in job.groups:
+                self._llm.engine.cancel(group.id)
+        return True
+
+    def _submit(self, job: Job) -> None:
+        try:
+            for prepared in job.prepared:
+                job.groups.append(self._llm.engine.submit(prepared))
+        except Exception as problem:
+            for group in job.groups:
+                self._llm.engine.cancel(group.id)
+            self._active.remove(job)
+            self._post([(job, [_failure(problem)], True)])
+
+    def _step(self) -> None:
+        try:
+            self._llm.step()
+            self.fault = None
+        except Exception as problem:
+            log.exception("a step failed; what ran in it has ended")
+            self.fault = f"{type(problem).__name__}: {problem}"
+
+    def _tell(self) -> None:
+        """Post what the step brought."""
+        news: list[tuple[Job, list[Event], bool]] = []
+        for job in self._active:
+            found: list[Event] = []
+            if job.stream and not job.cancelled:
+                for i, group in enumerate(job.groups):
+                    found += [Piece(i, delta) for delta in group.take()]
+            ended = all(group.finished for group in job.groups)
+            if ended:
+                found.append(self._end(job))
+            if found:
+                news.append((job, found, ended))
+        self._active = [job for job in self._active if not _finished(job)]
+        self._post(news)
+
+    def _end(self, job: Job) -> Event:
+        for group in job.groups:
+            for completion in group.completions:
+                request = completion.request
+                if request.finish_reason in BAD_ENDS and not job.cancelled:
+                    why = request.stop_reason or self.fault or "it was cancelled"
+                    return Failure(500, f"the request failed: {why}", "request_failed")
+        return Done()
+
+    def _post(self, news: list[tuple[Job, list[Event], bool]]) -> None:
+        assert self._events is not None
+        if news:
+            with contextlib.suppress(RuntimeError):  # the event loop has been closed
+                self._events.call_soon_threadsafe(self._deliver, news)
+
+    # ---- on the event loop again --------------------------------------------------------------
+
+    def _deliver(self, news: list[tuple[Job, list[Event], bool]]) -> None:
+        for job, events, ended in news:
+            for event in events:
+                job.events.put_nowait(event)
+            if ended and not job.ended:
+                job.ended = True
+                self.open -= job.weight
+                self._on_end(job)
+
+
+def _finished(job: Job) -> bool:
+    return all(group.finished for group in job.groups)
+
+
+def _failure(problem: Exception) -> Failure:
+    if isinstance(problem, NemotritonError):
+        return refusal(problem)
+    log.error("a request could not be queued", exc_info=problem)
+    return Failure(500, f"the request failed: {type(problem).__name__}", "request_failed")
