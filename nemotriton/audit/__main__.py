@@ -29,6 +29,10 @@ Checkpoint = Annotated[str, typer.Argument(help="Directory or Hugging Face id.")
 Texts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A text (repeatable).")]
 TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line.")]
 
+Synthetic = Annotated[
+    int | None, typer.Option(help="Random weights of this seed.", show_default=False)
+]
+
 
 @app.callback()
 def main() -> None:
@@ -104,9 +108,7 @@ def mtp_command(
     file: TextFile = None,
     drafts: Annotated[int, typer.Option(help="Drafts a step.", min=1)] = 3,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", help="Of each.", min=1)] = 64,
-    synthetic: Annotated[
-        int | None, typer.Option(help="Random weights of this seed.", show_default=False)
-    ] = None,
+    synthetic: Synthetic = None,
     layers: o.Layers = None,
     width_scale: o.WidthScale = None,
     quant: o.Quant = None,
@@ -141,6 +143,105 @@ def mtp_command(
             found = mtp.compare(llm, drafted, max_tokens)
         tell(found, mtp.as_lines(found), as_json)
         _end(not found["faults"])
+
+
+@app.command("divergence")
+def divergence_command(
+    model: o.Model = None,
+    against: Annotated[
+        str, typer.Option(help="ref: the PyTorch twins. hf: transformers, from the same files.")
+    ] = "ref",
+    prompt: Texts = None,
+    file: TextFile = None,
+    tokens: Annotated[int, typer.Option(help="How many of the text to use.", min=2)] = 64,
+    decoded: Annotated[int, typer.Option(help="Of them, last, one a step.", min=0)] = 8,
+    synthetic: Synthetic = None,
+    layers: o.Layers = None,
+    width_scale: o.WidthScale = None,
+    quant: o.Quant = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    memory: o.Memory = 0.9,
+    impl: o.Impl = None,
+    rollback: o.Rollback = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Find the first layer that diverges from a reference, and in it the op.
+
+    Exits 1 where there is one."""
+    with exit_codes() as console:
+        texts = gather(prompt, file) or DEFAULT_TEXTS
+        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+        forced = implementations(impl)
+        machine = Machine(
+            *(device, memory, tokens, 1, None, None, forced), graphs=False, rollback=rollback
+        )
+        if against not in ("ref", "hf"):
+            raise UsageError(f"--against {against}: give ref or hf.")
+        if decoded >= tokens:
+            raise UsageError(f"--decoded {decoded} leaves no prompt of --tokens {tokens}.")
+        from nemotriton.audit import between, divergence
+        from nemotriton.generate.loading import opened
+
+        with opened(source, machine, console) as llm:
+            layers_found, culprit, count = between.diverge(
+                llm, "\n".join(texts), against, forced, tokens, decoded, synthetic is not None
+            )
+        found = divergence.as_object(layers_found, culprit, count)
+        tell(found, divergence.as_lines(layers_found, culprit), as_json)
+        _end(culprit is None)
+
+
+@app.command("parity")
+def parity_command(
+    model: o.Model = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", "-f", help="Sequences, one a line.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write prefill's hidden states there (safetensors).")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Most of a sequence.", min=2)] = 256,
+    drafts: Annotated[int, typer.Option(help="Of a verify pass.", min=1)] = 3,
+    synthetic: Synthetic = None,
+    layers: o.Layers = None,
+    width_scale: o.WidthScale = None,
+    quant: o.Quant = None,
+    dtype: o.Dtype = None,
+    device: o.Device = None,
+    memory: o.Memory = 0.9,
+    impl: o.Impl = None,
+    rollback: o.Rollback = None,
+    revision: o.Revision = None,
+    offline: o.Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Compare the logprobs of prefill, decode, drafts and graphs on the same texts.
+
+    Exits 1 where a sequence is beyond what rounding explains."""
+    with exit_codes() as console:
+        texts = gather(None, text) or DEFAULT_TEXTS
+        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+        forced = implementations(impl)
+        graphs = None if "ref" in forced.values() else True
+        machine = Machine(*(device, memory, tokens, 1, None, None, forced), graphs=graphs)
+        if trace is not None and (trace.exists() or not trace.parent.is_dir()):
+            what = "exists" if trace.exists() else "is in no directory"
+            raise UsageError(f"--trace {trace} {what}: give another path.")
+        from nemotriton.audit import parity, traces
+        from nemotriton.generate.loading import opened
+
+        with opened(source, machine, console) as llm:
+            sequences = [llm.tokenizer.encode(line)[:tokens] for line in texts]
+            ways = parity.Ways(llm, forced, drafts, rollback)
+            with console.counting(len(sequences)) as counted:
+                found = parity.compare(ways, sequences, counted)
+            if trace is not None:
+                traces.write(trace, traces.record(ways, sequences), llm.config.name, llm.dtype)
+        tell(found, parity.as_lines(found), as_json)
+        _end(not found["wrong"])
 
 
 @app.command("env")

@@ -37,6 +37,7 @@ R = TypeVar("R")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _FORCED: ContextVar[Mapping[str, str]] = ContextVar("forced implementations", default=_NONE)
 _TILES: ContextVar[Mapping[str, "Tile"]] = ContextVar("forced tiles", default=_NONE)
+_CALLED: ContextVar["dict[str, int] | None"] = ContextVar("ops called", default=None)
 _COMPILED: ContextVar["list[Compiled] | None"] = ContextVar("compile only", default=None)
 _TARGET: ContextVar[int] = ContextVar("compute capability compiled for", default=0)
 OPS: dict[str, "Op[..., Any]"] = {}
@@ -249,6 +250,9 @@ class Op(Generic[P, R]):
         OPS[self.name] = self
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        called = _CALLED.get()
+        if called is not None:
+            called[self.name] = called.get(self.name, 0) + 1
         other = self.others.get(_FORCED.get().get(self.name, ""))
         if other is not None:
             return other(*args, **kwargs)
@@ -295,6 +299,17 @@ def use(implementations: Mapping[str, str] | None = None, /, **by_name: str) -> 
         yield
     finally:
         _FORCED.reset(token)
+
+
+@contextlib.contextmanager
+def counting_calls() -> Iterator[dict[str, int]]:
+    """Gives how often each op has been called inside the block, by name, in order of first call."""
+    called: dict[str, int] = {}
+    token = _CALLED.set(called)
+    try:
+        yield called
+    finally:
+        _CALLED.reset(token)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,47 @@
+"""A model between its two paths: what is compared with what, and where that makes sense."""
+
+from collections.abc import Mapping
+
+from nemotriton.audit import hf
+from nemotriton.audit.compare import ROUNDINGS
+from nemotriton.audit.divergence import Audit, Culprit, Layer
+from nemotriton.audit.walk import TWINS, Walk
+from nemotriton.engine.llm import LLM
+from nemotriton.generate.prompts import UsageError
+from nemotriton.kernels.op import INTERPRET
+
+HF_ROUNDINGS = 2 * ROUNDINGS  # transformers rounds elsewhere, and as often
+
+
+def diverge(
+    llm: LLM,
+    text: str,
+    against: str,
+    impl: Mapping[str, str],
+    tokens: int,
+    decoded: int,
+    random: bool,
+) -> tuple[list[Layer], Culprit | None, int]:
+    """(layers, the fault if any, tokens compared); UsageError where there is nothing to compare."""
+    ids = llm.tokenizer.encode(text)[:tokens]
+    if len(ids) < 2:
+        raise UsageError(f"the text is {len(ids)} token long: give at least 2.")
+    walk = Walk.of(llm, ids, min(decoded, len(ids) - 1))
+    if against == "hf":
+        directory = llm.directory
+        if random or directory is None or not any(directory.glob("*.safetensors")):
+            raise UsageError(
+                "--against hf reads a checkpoint's files, and random weights have none: give a "
+                "directory or an id, or use --against ref."
+            )
+        reference = hf.trace(directory, ids, llm.dtype, str(llm.device))
+        audit = Audit(walk, impl, reference, HF_ROUNDINGS)
+    else:
+        if llm.device.type == "cpu" and not INTERPRET:
+            raise UsageError(
+                "--against ref on a CPU compares the twins with themselves: run it on a GPU, set "
+                "TRITON_INTERPRET=1 (tiny models), or use --against hf."
+            )
+        audit = Audit(walk, impl, list(walk.chain(TWINS)))
+    layers = audit.run()
+    return layers, audit.culprit(layers), len(ids)

@@ -1,0 +1,290 @@
+"""The same tokens through every way the engine may take, teacher-forced: are the logprobs alike?
+
+    prefill   the whole text in one pass
+    decode    a token a step behind the first
+    drafts    rows of a verify pass, all of them accepted
+    graphs    a token a step, in recorded steps
+
+Every way is compared with prefill by the logprob of each token that really follows. What rounding
+alone does is measured: prefill again, its embeddings moved by a rounding each. A sequence is wrong
+where a difference is far above that, or far above what other sequences show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemotriton.audit.compare import nudged
+from nemotriton.audit.report import table
+from nemotriton.engine.batch import build_batch
+from nemotriton.engine.caches import Caches, MambaStates, PagedKV
+from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.engine.llm import LLM
+from nemotriton.engine.replay import ReplayStates, find_rollback
+from nemotriton.engine.request import Piece, Request, Step
+from nemotriton.engine.sampling import SamplingParams
+from nemotriton.errors import RequestError, require
+from nemotriton.kernels.op import use
+from nemotriton.model.nemotron_h import NemotronH, Probe
+
+_SHOWN = 10
+_OUTLIER = 6.0  # times the other sequences' median
+_LAYER_ROUNDINGS = 4.0  # of each layer, whose errors add up like a random walk
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one sequence's logprobs on one way from prefill's; `tokens` were compared.
+
+    at: the position of the largest, in tokens; picks: rows whose likeliest token differs."""
+
+    sequence: int
+    way: str
+    tokens: int
+    largest: float
+    mean: float
+    at: int
+    picks: int
+
+
+class Ways:
+    """An LLM's model on single sequences, ops forced to `impl`; drafts: of a verify pass."""
+
+    def __init__(
+        self, llm: LLM, impl: Mapping[str, str], drafts: int, rollback: str | None = None
+    ) -> None:
+        self.llm, self.impl = llm, impl
+        model = llm.runner.model
+        assert isinstance(model, NemotronH)
+        self.model: NemotronH = model
+        self.shape = DraftShape.chain(drafts)
+        self.verifying = self._caches(rollback)
+
+    def _caches(self, rollback: str | None) -> Caches:
+        """One slot and its pages, with the lanes or rings of a verify pass."""
+        config, mine = self.model.config, self.llm.runner.caches
+        dtype, device = self.model.dtype, self.llm.device
+        kv: PagedKV | None = None
+        mamba: MambaStates | None = None
+        if mine.kv is not None and config.attention is not None:
+            pages, a = self._pages(self.llm.plan.max_context), config.attention
+            kind = mine.kv.k.dtype
+            kv = PagedKV(mine.kv.k.shape[0], pages, a.kv_heads, a.head_dim, kind, device)
+        if mine.mamba is not None and config.mamba is not None:
+            pool = (config.mamba, mine.mamba.ssm.shape[0], 1, dtype, device, mine.mamba.format)
+            if find_rollback(rollback, self.shape, device) == "replay":
+                mamba = ReplayStates(*pool, self.shape)
+            else:
+                mamba = MambaStates(*pool, lanes=len(self.shape) + 1)
+        return Caches(kv, mamba)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.llm.runner.page_size)
+
+    def _request(self, ids: Sequence[int]) -> Request:
+        request = Request("audit", 0, list(ids), SamplingParams(temperature=0), seed=0, limit=1)
+        request.slot = 0
+        if self.llm.runner.caches.kv is not None:
+            request.pages = list(range(self._pages(len(ids))))
+        return request
+
+    def _start(self, caches: Caches) -> None:
+        if caches.mamba is not None:
+            caches.mamba.start([0], [0])
+
+    def _forward(self, piece: Piece, caches: Caches, prompt: bool, probe: Probe | None) -> Tensor:
+        """Logits of a piece, fp32 [count, V]."""
+        verify = not prompt and piece.count > 1
+        batch = build_batch(
+            *(([], [piece]) if prompt else ([piece], [])),
+            [],
+            page_size=self.llm.runner.page_size,
+            chunk=self.llm.runner.chunk,
+            device=self.llm.device,
+            verify=verify,
+        )
+        logits = self.model.logits(self.model.forward(batch, caches, probe))
+        span, mamba = batch.decode, caches.mamba
+        if span is not None and mamba is not None:
+            if verify:
+                mamba.commit(span.slots, torch.full_like(span.slots, piece.count - 1))
+            else:
+                mamba.advance(span.slots)
+        return logits
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """The device and the implementations inside the block."""
+        on_gpu = self.llm.device.type == "cuda"
+        current = torch.cuda.device(self.llm.device) if on_gpu else nullcontext()
+        with current, use(self.impl):
+            yield
+
+    # ---- the ways -----------------------------------------------------------------------------
+
+    def prefill(self, ids: Sequence[int], probe: Probe | None = None) -> Tensor:
+        """The whole in one pass."""
+        caches, request = self.llm.runner.caches, self._request(ids)
+        self._start(caches)
+        return self._forward(Piece(request, 0, len(ids)), caches, True, probe)
+
+    def nudged(self, ids: Sequence[int]) -> Tensor:
+        """Prefill from embeddings that are a rounding off."""
+        dtype = self.model.dtype
+        hook = self.model.embeddings.register_forward_hook(
+            lambda _module, _given, out: nudged(out, dtype, 0)
+        )
+        try:
+            return self.prefill(ids)
+        finally:
+            hook.remove()
+
+    def decode(self, ids: Sequence[int]) -> Tensor:
+        """A token a step behind the first."""
+        return self._stepwise(ids, self.llm.runner.caches, 1)
+
+    def drafts(self, ids: Sequence[int]) -> Tensor:
+        """Verify passes of as many drafts as there may be."""
+        return self._stepwise(ids, self.verifying, len(self.shape) + 1)
+
+    def _stepwise(self, ids: Sequence[int], caches: Caches, each: int) -> Tensor:
+        request = self._request(ids)
+        self._start(caches)
+        rows = [self._forward(Piece(request, 0, 1), caches, True, None)]
+        for at in range(1, len(ids), each):
+            piece = Piece(request, at, min(each, len(ids) - at))
+            whole = piece.count == each
+            rows.append(
+                self._forward(piece, caches, False, None)
+                if whole
+                else self._one_by_one(piece, caches)
+            )
+        return torch.cat(rows)
+
+    def _one_by_one(self, piece: Piece, caches: Caches) -> Tensor:
+        """What is left of a text, too short for a whole pass."""
+        parts = [Piece(piece.request, at, 1) for at in range(piece.start, piece.end)]
+        return torch.cat([self._forward(part, caches, False, None) for part in parts])
+
+    def graphs(self, ids: Sequence[int]) -> Tensor:
+        """Recorded steps behind the first token."""
+        runner = self.llm.runner
+        steps = runner.steps
+        assert steps is not None, "the LLM records no steps"
+        self._start(runner.caches)
+        rows = [self._forward(Piece(self._request(ids), 0, 1), runner.caches, True, None)]
+        steps.inputs.forget()
+        request = self._request(ids)
+        for at in range(1, len(ids)):
+            request.prompt = list(ids[: at + 1])
+            step = Step(decode=[Piece(request, at, 1)])
+            shape = steps.shape_of(step, None)
+            assert shape is not None
+            runner.clock.start()
+            steps.run(step, shape, runner.clock)
+            rows.append(steps.logits(shape)[:1])
+        return torch.cat(rows)
+
+    def all(self) -> dict[str, Callable[[Sequence[int]], Tensor]]:
+        """Those that are compared with prefill; recorded steps where there are any."""
+        found: dict[str, Callable[[Sequence[int]], Tensor]] = {}
+        found |= {"decode": self.decode, "drafts": self.drafts}
+        return found | ({"graphs": self.graphs} if self.llm.runner.steps is not None else {})
+
+
+@torch.no_grad()
+def compare(
+    ways: Ways, sequences: Sequence[Sequence[int]], counted: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Every way on every sequence; `counted` is called after each sequence."""
+    found: list[Difference] = []
+    noise = scale = 0.0
+    for number, ids in enumerate(sequences, 1):
+        _check(ways.llm, ids, number)
+        with ways.ready():
+            want = ways.prefill(ids)
+            noise = max(noise, _differ(number, "noise", ways.nudged(ids), want, ids).largest)
+            scale = max(scale, float(want.abs().max()))
+            for name, way in ways.all().items():
+                found.append(_differ(number, name, way(ids), want, ids))
+        counted()
+    layers = len(ways.model.blocks)
+    eps = torch.finfo(ways.model.dtype).eps
+    least = 2 * eps * scale
+    limit = least + _LAYER_ROUNDINGS * (2 * layers) ** 0.5 * noise
+    return _judged(found, least, limit, noise)
+
+
+def _check(llm: LLM, ids: Sequence[int], number: int) -> None:
+    most = llm.plan.max_context
+    require(
+        2 <= len(ids) <= most,
+        f"text {number} is {len(ids):,} tokens: give 2 to {most:,} (--tokens).",
+        RequestError,
+    )
+
+
+def _differ(number: int, way: str, got: Tensor, want: Tensor, ids: Sequence[int]) -> Difference:
+    index = torch.tensor(list(ids[1:]), device=want.device)[:, None]
+    a, b = (x[:-1].float().log_softmax(-1).gather(1, index)[:, 0] for x in (got, want))
+    gap = torch.nan_to_num((a - b).abs(), nan=torch.inf)
+    picks = int((got[:-1].argmax(-1) != want[:-1].argmax(-1)).sum())
+    at = int(gap.argmax())
+    return Difference(number, way, len(ids) - 1, float(gap[at]), float(gap.mean()), at + 1, picks)
+
+
+def _judged(
+    found: Sequence[Difference], least: float, limit: float, noise: float
+) -> dict[str, Any]:
+    usual: dict[str, float] = {}
+    for way in dict.fromkeys(d.way for d in found):
+        own = [d.largest for d in found if d.way == way]
+        usual[way] = median(own) if len(own) > 3 else torch.inf
+    rows = []
+    for d in sorted(found, key=lambda d: -d.largest):
+        outlier = d.largest > max(least, _OUTLIER * usual[d.way])
+        rows.append(asdict(d) | {"wrong": d.largest > limit or outlier})
+    return {"limit": limit, "noise": noise, "wrong": sum(r["wrong"] for r in rows), "worst": rows}
+
+
+def as_lines(found: dict[str, Any]) -> Iterable[str]:
+    """The result as text: each way, then the worst sequences."""
+    rows = found["worst"]
+    by_way = {}
+    for way in dict.fromkeys(sorted(r["way"] for r in rows)):
+        own = [r for r in rows if r["way"] == way]
+        tokens = sum(r["tokens"] for r in own)
+        mean = sum(r["mean"] * r["tokens"] for r in own) / tokens
+        picks = sum(r["picks"] for r in own)
+        by_way[way] = (way, len(own), tokens, mean, own[0]["largest"], picks)
+    yield "logprobs against prefill"
+    yield from table(
+        ("way", "sequences", "tokens", "mean", "largest", "picks differ"), by_way.values()
+    )
+    yield f"rounding alone: {found['noise']:.2e}; limit {found['limit']:.2e}"
+    yield "worst sequences"
+    head = ("sequence", "way", "largest", "at token", "mean", "picks differ", "")
+    yield from table(
+        head,
+        (
+            (
+                r["sequence"],
+                r["way"],
+                r["largest"],
+                r["at"],
+                r["mean"],
+                r["picks"],
+                "!!" if r["wrong"] else "",
+            )
+            for r in rows[:_SHOWN]
+        ),
+        left=2,
+    )
+    yield f"wrong: {found['wrong'] or 'none'}"

@@ -1,0 +1,137 @@
+"""Every way through the model on the same tokens: alike on the twins, and a wrong way is seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from nemotriton.audit import parity
+from nemotriton.audit.parity import Difference, Ways
+from nemotriton.engine.llm import LLM
+from nemotriton.kernels.op import OPS
+from tests import harness
+from tests.audit.command import invoke, invoke_json
+
+IDS = [(53 * i + i * i) % 256 for i in range(23)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> None:
+    """Small matrices: threads only cost."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM.synthetic(
+        "tiny", dtype="float32", device="cpu", max_context=64, max_requests=1, graphs=True
+    )
+
+
+@pytest.mark.parametrize("rollback", ["lanes", "replay"])
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_all_ways_give_the_logits_of_a_prefill(llm: LLM, drafts: int, rollback: str) -> None:
+    ways = Ways(llm, {}, drafts, rollback)
+    want, _ = harness.run(llm.runner.model, IDS)
+    assert set(ways.all()) == {"decode", "drafts", "graphs"}
+    with torch.no_grad():
+        assert torch.equal(ways.prefill(IDS), want)
+        for way in ways.all().values():
+            torch.testing.assert_close(way(IDS), want, rtol=0, atol=1e-4 * float(want.abs().max()))
+        assert 0 < float((ways.nudged(IDS) - want).abs().max()) < 1e-3 * float(want.abs().max())
+
+
+def test_the_command_lists_ways_and_sequences(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("one two three four\n\n1 1 1 1 1 1 1 1 1\nabcabcabcabc\n")
+    code, found = invoke_json("parity", "--text", str(text), "--dtype", "float32")
+    assert code == 0
+    assert found["wrong"] == 0
+    assert {r["way"] for r in found["worst"]} == {"decode", "drafts", "graphs"}
+    assert {r["sequence"] for r in found["worst"]} == {1, 2, 3}
+    largest = [r["largest"] for r in found["worst"]]
+    assert largest == sorted(largest, reverse=True)
+    assert 0 < largest[0] < found["limit"] < 0.01
+    code, out, _ = invoke("parity", "--text", str(text), "--dtype", "float32", "--tokens", "8")
+    assert code == 0
+    assert "wrong: none" in out
+
+
+@pytest.mark.parametrize("op,ways", [("ssm_update", {"decode", "drafts", "graphs"})])
+def test_a_wrong_decode_kernel_is_seen(
+    op: str, ways: set[str], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = OPS[op].ref
+
+    def wrong(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, *rest: Any, **named: Any) -> Any:
+        return honest(x, dt, A, B, C, 0 * D, *rest, **named)
+
+    monkeypatch.setattr(OPS[op], "ref", wrong)
+    found = parity.compare(Ways(llm, {}, 2, "lanes"), [IDS])
+    assert {r["way"] for r in found["worst"] if r["wrong"]} == ways
+
+
+def test_a_lost_draft_state_is_seen_in_drafts_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = Ways(llm, {}, 2, "lanes")
+    mamba = ways.verifying.mamba
+    assert mamba is not None
+    honest = mamba.commit
+    monkeypatch.setattr(mamba, "commit", lambda slots, lane: honest(slots, lane - 1))
+    found = parity.compare(ways, [IDS])
+    assert {r["way"] for r in found["worst"] if r["wrong"]} == {"drafts"}
+
+
+def test_one_sequence_far_from_the_others_is_an_outlier() -> None:
+    rows = [Difference(i, "decode", 9, 0.01, 0.001, 3, 0) for i in range(1, 6)]
+    rows.append(Difference(6, "decode", 9, 0.2, 0.01, 4, 1))
+    found = parity._judged(rows, least=0.02, limit=1.0, noise=0.0)
+    assert [r["sequence"] for r in found["worst"] if r["wrong"]] == [6]
+    assert parity._judged(rows[:5], 0.001, 1.0, 0.0)["wrong"] == 0
+
+
+def test_nan_is_wrong() -> None:
+    good = torch.zeros(3, 5)
+    found = parity._differ(1, "decode", torch.full_like(good, torch.nan), good, [0, 1, 2])
+    assert found.largest == torch.inf
+    assert parity._judged([found], 0.1, 1.0, 0.0)["wrong"] == 1
+
+
+def test_a_trace_holds_every_boundary(tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "trace.safetensors"
+    text.write_text("hello world\nbye\n")
+    args = ("parity", "--text", str(text), "--trace", str(out), "--dtype", "float32")
+    assert invoke(*args)[0] == 0
+    tensors = load_file(out)
+    with LLM(None, dtype="float32", device="cpu", max_context=64, max_requests=1) as llm:
+        for number, line in enumerate(("hello world", "bye")):
+            ids = llm.tokenizer.encode(line)
+            assert tensors[f"{number}.input_ids"].tolist() == ids
+            seen: dict[str, torch.Tensor] = {}
+
+            def probe(name: str, x: torch.Tensor, seen: dict[str, torch.Tensor] = seen) -> None:
+                seen[name] = x.clone()
+
+            logits, _ = harness.run(llm.runner.model, ids, probe=probe)
+            assert {n for n in tensors if n.startswith(f"{number}.")} == {
+                f"{number}.{n}" for n in (*seen, "input_ids", "logits")
+            }
+            assert torch.equal(tensors[f"{number}.logits"], logits)
+            assert all(torch.equal(tensors[f"{number}.{n}"], x) for n, x in seen.items())
+            assert {"layers.8", "layers.8.norm", "layers.8.mixer", "norm_f"} <= set(seen)
+    with safe_open(out, "pt") as file:
+        assert file.metadata() == {"model": "tiny", "dtype": "float32"}
+    code, stdout, err = invoke(*args)  # never over what is there
+    assert (code, stdout) == (2, "")
+    assert "exists: give another path" in err
+
+
+def test_json_is_one_object() -> None:
+    code, out, _ = invoke("parity", "--dtype", "float32", "--tokens", "12", "--json")
+    assert code == 0
+    assert json.loads(out)["noise"] > 0
