@@ -119,13 +119,13 @@ class Walk:
                     x = norm(residual.to(self.model.dtype))
                 else:
                     x, residual = norm.add(entry.delta[rows].clone(), residual.clone())
-                _put(found, residual=residual, norm=x)
+                _put(found, "residual", residual)
+                _put(found, "norm", x)
                 if index == self.head:
-                    _put(found, logits=self.model.logits(x))
+                    _put(found, "logits", self.model.logits(x))
                     continue
-                _put(
-                    found, mixer=self.model.blocks[index].mixer(x, self._again(batch), self.caches)
-                )
+                mixer = self.model.blocks[index].mixer
+                _put(found, "mixer", mixer(x, self._again(batch), self.caches))
                 if self.caches.mamba is not None and batch.decode is not None:
                     self.caches.mamba.advance(batch.decode.slots)
         at = {name: torch.cat(parts) for name, parts in found.items()}
@@ -185,7 +185,7 @@ class Walk:
 
         def keep(module: Any, given: Any, out: Tensor) -> None:
             routings.append(given[1])
-            _put(found, routed=out)
+            _put(found, "routed", out)
 
         hook = self._moe(index).experts.register_forward_hook(keep)
         try:
@@ -200,6 +200,5 @@ def dense(ids: Tensor, weights: Tensor, experts: int) -> Tensor:
     return out.scatter_(1, ids.long(), weights.float())
 
 
-def _put(found: dict[str, list[Tensor]], **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        found.setdefault(name, []).append(tensor)
+def _put(found: dict[str, list[Tensor]], name: str, tensor: Tensor) -> None:
+    found.setdefault(name, []).append(tensor)
