@@ -78,6 +78,7 @@ ORDER = [
             "runner",
             "meter",
             "outputs",
+            "prefixes",
             "engine",
             "plan",
             "precision",

@@ -290,3 +290,22 @@ def test_keys() -> None:
             pytest.raises(openai.AuthenticationError, match="wants its API key"),
         ):
             found.models.list()
+
+
+def test_reuse_is_counted(server: Running) -> None:
+    def ask(url: str, **given: Any) -> tuple[str, int]:
+        body = {"max_tokens": 8, "seed": 1, "ignore_eos": True} | given
+        found = httpx.post(url + "/v1/completions", json=body).json()
+        return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    first, second = "a prompt that others begin with", "a prompt that others begin with, and more"
+    with serving(Limits(reuse=2**28)) as running:
+        url = running.url
+        assert [ask(url, prompt=p)[1] for p in (first, first, second, first[:5])] == [0, 0, 32, 0]
+        assert ask(url, prompt=second)[0] == ask(server.url, prompt=second)[0]
+        again = ask(url, prompt=second + "!", n=2)
+        assert again == (ask(server.url, prompt=second + "!", n=2)[0], 42)
+        running.settle()
+        text = httpx.get(url + "/metrics").text
+        assert "nemotriton_prompt_tokens_reused_total 106" in text
+    assert ask(server.url, prompt=second)[1] == 0, "off by default"

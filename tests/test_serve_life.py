@@ -19,6 +19,7 @@ import torch
 
 from bench.serve import soak
 from nemotriton.engine.outputs import Completion
+from nemotriton.serve import exchange
 from nemotriton.serve.app import Limits
 from nemotriton.text.constraint import Constraint
 from tests.serving import Running, serving
@@ -218,6 +219,18 @@ def test_a_request_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
             data = [line for line in lines if line]
         assert json.loads(data[-2].removeprefix("data: "))["error"]["code"] == "timeout"
         running.settle()
+
+
+def test_a_quiet_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "_QUIET", 0.1)
+    with serving() as running:
+        paced(running, monkeypatch, 0.35)
+        with streaming(running, LONG | {"max_tokens": 2}) as found:
+            lines = [line for line in found if line]
+    comments = [line for line in lines if line.startswith(":")]
+    assert lines[0] == ": waiting"
+    assert len(comments) >= 3
+    assert text_of([line for line in lines if line not in comments])
 
 
 @contextlib.contextmanager

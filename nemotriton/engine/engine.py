@@ -17,6 +17,7 @@ import torch
 from nemotriton.engine.depth import Depth
 from nemotriton.engine.meter import DraftMeter, Meter
 from nemotriton.engine.outputs import Completion, Group
+from nemotriton.engine.prefixes import Prefixes
 from nemotriton.engine.request import Piece, Request, State, Step
 from nemotriton.engine.runner import Result, Runner
 from nemotriton.engine.sampling import SamplingParams, mix_seed
@@ -50,6 +51,7 @@ class Engine:
     max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
     depth: decides the drafts of each step; None leaves them to the scheduler's number.
+    `prefixes` may be set, before the first request, to go on from earlier prompts.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Engine:
         self.depth = depth
         self.meter = Meter()
         self.draft_meter = DraftMeter()
+        self.prefixes: Prefixes | None = None
         self._groups: dict[str, Group] = {}
         self._by_request: dict[str, tuple[Group, Completion]] = {}
         self._submitted = 0
@@ -218,6 +221,7 @@ class Engine:
             for index in range(params.n)
         ]
         self.scheduler.check(requests[0])
+        group.reused = self._reuse(requests)
         for request in requests:
             self.scheduler.add(request)
             parser = prepared.chat.parser() if prepared.chat else None
@@ -228,6 +232,30 @@ class Engine:
         self._arrivals += len(requests)
         self._groups[group.id] = group
         return group
+
+    def _reuse(self, requests: Sequence[Request]) -> int:
+        """Let new requests go on from an earlier prompt; the tokens that are spared. A draft block
+        has read that prompt's own next token there, which can cost a draft and no more."""
+        first = requests[0]
+        if self.prefixes is None or first.keep_logits or first.params.prompt_logprobs is not None:
+            return 0
+        found = self.prefixes.find(first.prompt)
+        if found is None:
+            return 0
+        for request in requests:
+            request.computed, request.saved = len(found.ids), found.saved
+        return len(found.ids)
+
+    def _keep(self, results: Sequence[Result]) -> None:
+        """Keep what the prompts that a step has ended left behind, before anything is added."""
+        for piece, tokens in results:
+            request, prompt = piece.request, piece.request.prompt
+            ends = request.state is State.PREFILL and piece.end == len(prompt)
+            if self.prefixes is None or not ends or tokens is None or prompt in self.prefixes:
+                continue
+            pages = request.pages[: self.scheduler.pages_for(piece.end)]
+            saved = self.runner.snapshot(pages, request.slot)
+            self.prefixes.keep(prompt, saved, saved.nbytes)
 
     def cancel(self, request_id: str) -> None:
         """End a request's completions before the next step ("abort"); unknown ids are ignored.
@@ -275,6 +303,7 @@ class Engine:
                     f"max_requests or memory. ({problem})"
                 ) from problem
             raise
+        self._keep(results)
         new = sum(self._book(piece, tokens) for piece, tokens in results)
         seconds = time.perf_counter() - start
         self.meter.count(step, new, seconds)

@@ -175,7 +175,8 @@ class Completion:
 
 @dataclass(slots=True)
 class Group:
-    """A prompt and its completions on their way."""
+    """A prompt and its completions on their way. reused: prompt tokens that an earlier prompt's end
+    spared each of them."""
 
     id: str
     prompt: str | None
@@ -184,6 +185,7 @@ class Group:
     tokenizer: Tokenizer | None
     submitted: float
     first_token: float | None = None
+    reused: int = 0
 
     @property
     def finished(self) -> bool:

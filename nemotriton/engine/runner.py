@@ -38,6 +38,11 @@ class Saved:
     kv: tuple[Tensor, Tensor] | None
     mamba: SavedState | None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return _nbytes(self.kv) + _nbytes(self.mamba)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -337,12 +342,16 @@ class Runner:
                 request.prompt_logprobs += describe(logits, targets, wanted)
             first += count
 
-    def _save(self, move: Move) -> None:
+    def snapshot(self, pages: Sequence[int], slot: int) -> Saved:
+        """Host copies of what pages and a slot hold between steps."""
         kv, mamba = self.caches.kv, self.caches.mamba
-        move.request.saved = Saved(
-            kv=kv.save(move.pages) if kv is not None else None,
-            mamba=mamba.save(move.slot) if mamba is not None else None,
+        return Saved(
+            kv=kv.save(pages) if kv is not None else None,
+            mamba=mamba.save(slot) if mamba is not None else None,
         )
+
+    def _save(self, move: Move) -> None:
+        move.request.saved = self.snapshot(move.pages, move.slot)
 
     def _restore(self, move: Move) -> None:
         saved = move.request.saved
@@ -353,6 +362,12 @@ class Runner:
             self.caches.mamba.restore(move.slot, saved.mamba)
             self.caches.mamba.seed([move.slot], [move.request.seed])
         move.request.saved = None
+
+
+def _nbytes(part: object) -> int:
+    if isinstance(part, Tensor):
+        return part.nbytes
+    return sum(map(_nbytes, part)) if isinstance(part, tuple) else 0
 
 
 def scored_rows(piece: Piece) -> int:

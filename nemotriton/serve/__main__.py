@@ -49,6 +49,10 @@ TokenLimit = Annotated[
 Timeout = Annotated[
     float, _option("--timeout", help="Most seconds of a request, queue included.", default="600")
 ]
+Reuse = Annotated[
+    float,
+    _option("--reuse", help="GiB of host memory for the ends of earlier prompts.", default="0"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Place:
     prompt_limit: int | None
     token_limit: int | None
     timeout: float
+    reuse: float
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -72,8 +77,9 @@ class Place:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
-        if self.queue < 0:
-            raise UsageError(f"--queue {self.queue} is below 0.")
+        for name in ("queue", "reuse"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--{name} {getattr(self, name)} is below 0.")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise UsageError("--api-key is empty or not ASCII: give letters and digits.")
 
@@ -103,6 +109,7 @@ def main(
     prompt_limit: PromptLimit = None,
     token_limit: TokenLimit = None,
     timeout: Timeout = 600.0,
+    reuse: Reuse = 0.0,
     quiet: o.Quiet = False,
     version: o.Version = False,
     synthetic: o.Synthetic = None,
@@ -151,9 +158,11 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
             prompt=place.prompt_limit,
             tokens=place.token_limit,
             seconds=place.timeout,
+            reuse=int(place.reuse * 1024 * _MIB),
         )
         name = place.name or source.model or llm.config.name
         service = Service(llm, name, limits, place.api_key)
+        service.warm()
 
         def ready() -> None:
             host, port = listener.getsockname()[:2]

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from nemotriton import __version__
+from nemotriton.engine.prefixes import Prefixes
 from nemotriton.errors import NemotritonError, RequestError
 from nemotriton.serve.exchange import Exchange
 from nemotriton.serve.failures import Failure, malformed, refusal
@@ -36,7 +37,8 @@ _READERS = 4  # threads that tokenize, render templates and compile grammars
 @dataclass(frozen=True, slots=True)
 class Limits:
     """queue: completions that may wait behind those that run. body: bytes. prompt, tokens: most of
-    a prompt and of an answer, None for what the context allows. seconds: of a request.
+    a prompt and of an answer, None for what the context allows. seconds: of a request. reuse: bytes
+    for the ends of earlier prompts, see `Prefixes`; 0 computes each prompt whole.
     """
 
     queue: int = 64
@@ -44,6 +46,7 @@ class Limits:
     prompt: int | None = None
     tokens: int | None = None
     seconds: float = 600.0
+    reuse: int = 0
 
 
 class Service:
@@ -56,6 +59,8 @@ class Service:
         self.key = key
         self.started = int(time.time())
         self.metrics = Metrics()
+        if limits.reuse:
+            llm.engine.prefixes = Prefixes(limits.reuse)
         room = llm.plan.max_requests + limits.queue
         self.loop = EngineLoop(llm, room, lambda job: self.metrics.end(job, time.perf_counter()))
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
@@ -120,6 +125,11 @@ class Service:
             message = f"the prompt is {longest:,} tokens; this server takes {limit:,}: shorten it."
             raise Failure(400, message, "context_length_exceeded")
         return prepared
+
+    def warm(self) -> None:
+        """Load what the first conversation would wait for."""
+        with contextlib.suppress(NemotritonError):
+            self.llm.chat_prompt([{"role": "user", "content": "x"}])
 
     def close(self) -> None:
         """End the threads; what is open is answered by an error."""

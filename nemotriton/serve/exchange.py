@@ -11,6 +11,7 @@ from nemotriton.serve.failures import Failure
 from nemotriton.serve.loop import Done, EngineLoop, Event, Job, Piece
 from nemotriton.serve.wire import Voice, encode, event
 
+_QUIET = 15.0  # seconds after which a comment keeps proxies from hanging up
 _LAST_WORDS = 1.0  # seconds for a client that does not read to take the error
 
 
@@ -18,8 +19,8 @@ class Exchange(Response):
     """Answers a job that runs; whatever happens, the job does not outlive it.
 
     seconds: from here to the last byte. A client that goes away, or takes longer, ends the job
-    before the engine's next step. Status and headers wait for the first words, so that an early
-    failure has its own.
+    before the engine's next step. Status and headers wait for the first words, or for a while, so
+    that an early failure has its own.
     """
 
     def __init__(self, loop: EngineLoop, job: Job, voice: Voice, seconds: float) -> None:
@@ -73,7 +74,12 @@ class Exchange(Response):
     async def _stream(self, send: Send) -> None:
         events = self._job.events
         while True:
-            batch = [await events.get()]
+            try:
+                async with asyncio.timeout(_QUIET):
+                    batch = [await events.get()]
+            except TimeoutError:
+                await self._say(send, b": waiting\n\n")
+                continue
             while not events.empty():
                 batch.append(events.get_nowait())
             lines = b"".join(event(chunk) for e in batch for chunk in self._chunks(e))

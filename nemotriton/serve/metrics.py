@@ -56,12 +56,14 @@ class Metrics:
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()
         self.cancelled = 0
+        self.reused = 0
         self.first_token = Histogram()
         self.token = Histogram(_TOKEN_BOUNDS)
         self.request = Histogram()
 
     def end(self, job: Job, now: float) -> None:
         """Book a job that has ended."""
+        self.reused += sum(group.reused for group in job.groups)
         if job.cancelled:
             self.cancelled += 1
             return
@@ -92,24 +94,33 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
     def _gauges(self, llm: LLM, loop: EngineLoop) -> Iterator[str]:
-        scheduler, stats = llm.engine.scheduler, llm.stats()
+        # each value by itself: the engine's thread writes them meanwhile
+        engine = llm.engine
+        scheduler, meter, drafts = engine.scheduler, engine.meter, engine.draft_meter
         found: dict[str, tuple[str, float | None]] = {
             "open": ("Completions accepted and not ended.", loop.open),
             "room": ("Completions that may be open.", loop.room),
             "running": ("Requests that hold memory.", len(scheduler.running)),
             "waiting": ("Requests in the engine's queue.", len(scheduler.waiting)),
-            "tokens_per_second": ("Of steps without prompt tokens.", stats["tokens_per_s"]),
-            "prompt_tokens_per_second": ("Of the others.", stats["prompt_tokens_per_s"]),
+            "tokens_per_second": (
+                "Of steps without prompt tokens.",
+                _ratio(meter.decode_tokens, meter.decode_seconds),
+            ),
+            "prompt_tokens_per_second": (
+                "Of steps with them.",
+                _ratio(meter.prompt_tokens, meter.prefill_seconds),
+            ),
         }
         for name, pool in (("slots", scheduler.slots), ("pages", scheduler.pages)):
             if pool is not None:
                 found[name] = (f"Of {name}, all there are.", pool.size)
                 found[name + "_used"] = (f"Of {name}, those taken.", pool.taken)
-        drafts = stats["drafts"]
-        if drafts is not None:
-            share = drafts["accepted"] / drafts["verified"] if drafts["verified"] else None
+        if (prefixes := engine.prefixes) is not None:
+            found["prefix_bytes"] = ("Memory of earlier prompts' ends.", prefixes.used)
+        if engine.depth is not None:
+            share = _ratio(drafts.accepted, drafts.verified)
             found["draft_acceptance"] = ("Share of verified drafts.", share)
-            found["draft_depth"] = ("Drafts a step at present.", drafts["current"])
+            found["draft_depth"] = ("Drafts a step at present.", engine.depth.current)
         yield from _plain(found, "gauge")
 
     def _counters(self, llm: LLM) -> Iterator[str]:
@@ -117,6 +128,7 @@ class Metrics:
         found: dict[str, tuple[str, float | None]] = {
             "steps_total": ("Steps of the engine.", meter.steps),
             "prompt_tokens_total": ("Prompt tokens computed.", meter.prompt_tokens),
+            "prompt_tokens_reused_total": ("Those that earlier ones spared.", self.reused),
             "output_tokens_total": ("Tokens generated.", meter.output_tokens),
             "preemptions_total": ("Requests set aside.", llm.engine.scheduler.preemptions),
             "cancelled_total": ("Requests whose client left or was late.", self.cancelled),
@@ -132,3 +144,7 @@ def _plain(found: dict[str, tuple[str, float | None]], kind: str) -> Iterator[st
         if value is not None:
             full = f"nemotriton_{name}"
             yield from (f"# HELP {full} {help}", f"# TYPE {full} {kind}", f"{full} {value}")
+
+
+def _ratio(amount: float, per: float) -> float | None:
+    return amount / per if per else None

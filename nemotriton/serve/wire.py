@@ -112,9 +112,14 @@ class Voice:
 
 
 def usage(job: Job) -> Json:
-    """Tokens read and written."""
+    """Tokens read and written, and how many of the former an earlier prompt spared."""
     given, made = job.prompt_tokens, job.output_tokens
-    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": made,
+        "total_tokens": given + made,
+        "prompt_tokens_details": {"cached_tokens": sum(group.reused for group in job.groups)},
+    }
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
