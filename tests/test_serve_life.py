@@ -68,7 +68,7 @@ def paced(running: Running, monkeypatch: pytest.MonkeyPatch, seconds: float) -> 
 
 def test_two_hundred_streams_and_a_third_of_the_clients_leave() -> None:
     kinds = [
-        {"prompt": f"prompt {i} " * (1 + i), "max_tokens": 4 + i, "seed": i, "ignore_eos": True}
+        {"prompt": f"number {i}" * (1 + i // 3), "max_tokens": 3 + i, "seed": i, "ignore_eos": True}
         for i in range(10)
     ]
 
@@ -303,7 +303,7 @@ def test_usage(args: tuple[str, ...], message: str) -> None:
 
 
 def test_a_short_soak() -> None:
-    report = soak(4.0)
+    report = soak(3.0)
     assert not report.failures, report.failures[:5]
     kinds = {kind for kind, _ in report.counts}
     assert kinds == {"whole", "leaves", "slow", "malformed", "oversized"}

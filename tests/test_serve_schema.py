@@ -22,8 +22,8 @@ def server() -> Iterator[Running]:
 
 
 PATHS = {
-    "/v1/chat/completions": 30,  # examples of each mode
-    "/v1/completions": 30,
+    "/v1/chat/completions": 20,  # examples of each mode
+    "/v1/completions": 20,
     "/v1/models": 2,
     "/v1/models/{name}": 5,
     "/health": 2,

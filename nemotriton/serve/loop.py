@@ -199,6 +199,7 @@ class EngineLoop:
     def _tell(self) -> None:
         """Post what the step brought."""
         news: list[tuple[Job, list[Event], bool]] = []
+        going: list[Job] = []
         for job in self._active:
             found: list[Event] = []
             if job.stream and not job.cancelled:
@@ -207,9 +208,11 @@ class EngineLoop:
             ended = all(group.finished for group in job.groups)
             if ended:
                 found.append(self._end(job))
+            else:
+                going.append(job)
             if found:
                 news.append((job, found, ended))
-        self._active = [job for job in self._active if not _finished(job)]
+        self._active = going
         self._post(news)
 
     def _end(self, job: Job) -> Event:
@@ -237,10 +240,6 @@ class EngineLoop:
                 job.ended = True
                 self.open -= job.weight
                 self._on_end(job)
-
-
-def _finished(job: Job) -> bool:
-    return all(group.finished for group in job.groups)
 
 
 def _failure(problem: Exception) -> Failure:
