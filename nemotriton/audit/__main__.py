@@ -185,6 +185,7 @@ def divergence_command(
         from nemotriton.audit import between, divergence
         from nemotriton.generate.loading import opened
 
+        source = replace(source, dtype=between.find_dtype(dtype))
         with opened(source, machine, console) as llm:
             layers_found, culprit, count = between.diverge(
                 llm, "\n".join(texts), against, forced, tokens, decoded, synthetic is not None

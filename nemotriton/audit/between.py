@@ -13,6 +13,17 @@ from nemotriton.kernels.op import INTERPRET
 HF_ROUNDINGS = 2 * ROUNDINGS  # transformers rounds elsewhere, and as often
 
 
+def find_dtype(wanted: str | None) -> str | None:
+    """float32 in the interpreter, which lacks what 16-bit kernels use; UsageError for others."""
+    if not INTERPRET:
+        return wanted
+    if wanted not in (None, "float32"):
+        raise UsageError(
+            f"--dtype {wanted} under TRITON_INTERPRET=1, which has no inline assembly: use float32."
+        )
+    return "float32"
+
+
 def diverge(
     llm: LLM,
     text: str,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROUNDINGS = 4.0  # of a layer's in-between results, each like the one of the inputs
+ROUNDINGS = 2.0  # times; of a layer's in-between results, each like the one of the inputs
 _EPS32 = torch.finfo(torch.float32).eps
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> list[str]:
-    """Lines of aligned columns; the first `left` columns start at their left edge."""
+    """Lines of aligned columns; the first `left`, and one without a head, start at their left."""
     cells = [[str(c) for c in head], *([_cell(c) for c in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return [
         "  ".join(
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))
+            c.ljust(w) if i < left or not head[i] else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths))
         ).rstrip()
         for row in cells
     ]

@@ -193,6 +193,16 @@ def test_a_planted_fault_is_named(name: str, walks: Any, kernels: Any) -> None:
     assert not any(layer.beyond for layer in layers[: culprit.layer])
 
 
+@pytest.mark.parametrize(
+    "name", ["gated_rms_norm", "causal_conv1d_update", "attend_decode", "route_experts", "matmul"]
+)
+def test_a_fault_among_16_bit_numbers_is_named(name: str, walks: Any, kernels: Any) -> None:
+    kernels(name, FAULTS[name][0])
+    _, culprit = audited(walks("bf16", "bfloat16"))
+    assert culprit is not None
+    assert culprit.ops == [name]
+
+
 def test_every_op_of_a_layer_has_its_fault() -> None:
     """All but the quantisers, which no layer calls by themselves."""
     quantisers = {n for n in OPS if n.startswith(("quantize_", "relu2_")) or "_norm_" in n}

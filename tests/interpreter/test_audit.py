@@ -8,7 +8,7 @@ from nemotriton.audit.divergence import Audit, Culprit
 from nemotriton.audit.walk import TWINS, Walk
 from nemotriton.engine.llm import LLM
 from nemotriton.kernels.op import OPS
-from tests.audit.command import invoke_json
+from tests.audit.command import commands, invoke, invoke_json
 
 IDS = [(37 * i + i * i) % 256 for i in range(11)]
 
@@ -46,21 +46,13 @@ def test_a_fault_among_real_kernels_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert culprit.ops == ["gated_rms_norm"]
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, found = invoke_json(
-        *(
-            "divergence",
-            "--synthetic",
-            "1",
-            "--layers",
-            "2",
-            "--width-scale",
-            "0.25",
-            "--device",
-            "cpu",
-        ),
-        *("--tokens", "5", "--decoded", "2", "--dtype", "float32"),
-    )
+def test_the_page_s_command() -> None:
+    """The one of docs/audit.md that wants the interpreter."""
+    (args,) = (c for c in commands() if c[0] == "TRITON_INTERPRET=1")
+    code, found = invoke_json(*args[1:])
     assert code == 0
     assert found["culprit"] is None
     assert [layer["kind"] for layer in found["layers"]] == ["mamba", "attention", "head"]
+    code, _, err = invoke(*args[1:], "--dtype", "bfloat16")
+    assert code == 2
+    assert "--dtype bfloat16 under TRITON_INTERPRET=1" in err

@@ -1,0 +1,52 @@
+"""The commands of docs/audit.md, as they stand there but for the names of models and files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemotriton.model.synth import write_checkpoint
+from tests import hf_oracle
+from tests.audit.command import commands, invoke
+from tests.audit.test_checkpoint import hub
+from tests.flavours import CONFIG
+
+COMMANDS = [c for c in commands() if c[0] != "TRITON_INTERPRET=1"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with an MTP block, and one that transformers has written."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("page")
+    write_checkpoint(CONFIG, folder / "own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(hf_oracle.BASE, "vocab_size", 320)
+        hf_oracle.save(hf_oracle.build("latent"), folder / "hf")
+    return folder / "own", folder / "hf"
+
+
+@pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
+def test_a_command_of_the_page(
+    args: list[str], models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = models
+    hub(monkeypatch, own, ["model.safetensors"])
+    text = tmp_path / "text"
+    text.write_text("the first text\nand another one\n")
+    names = {"FILE": str(text), "OUT": str(tmp_path / "out"), "DIR": str(own)}
+    if "hf" in args:
+        names["DIR"] = str(theirs)
+    code, out, err = invoke(*(names.get(arg, arg) for arg in args))
+    if args == ["divergence", "DIR"] and not torch.cuda.is_available():
+        assert (code, out) == (2, "")
+        assert "run it on a GPU" in err
+        return
+    assert code == 0, out + err
+    assert out
+
+
+def test_the_page_shows_every_audit() -> None:
+    assert {c[0] for c in COMMANDS} == {
+        *("checkpoint", "memory", "divergence", "parity", "mtp", "env")
+    }
