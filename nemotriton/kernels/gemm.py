@@ -46,7 +46,6 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     next_pow2,
-    on_hopper,
     op,
 )
 
@@ -346,15 +345,15 @@ def _default(case: Case, tokens: int) -> Tile:
         if tokens <= STREAM_TOKENS:
             return stream_tile(case.N, tokens, 4)
         return _parts_tile(case, tokens, (64, 64, 64, 4, 3))
-    if tokens <= STREAM_TOKENS:
+    if tokens <= 8:
         return stream_tile(case.N, tokens, 2)
     if tokens <= SWAP_TOKENS:
-        shape = next(s for s in SWAPPED if s[0] == next_pow2(tokens))
-        return _swapped(case, shape, PROGRAMS[0])
+        shape = next(s for s in SWAPPED if s[0] == max(16, next_pow2(tokens)))
+        return _swapped(case, shape, PROGRAMS[1 if tokens <= 32 else 0])
     if tokens <= 512:  # descriptors cost the host more time than the GPU has work
         splits = _splits(case, 128, 264 // cdiv(tokens, 128))
         return _pointers(square_tile(SQUARE[0])).but(SPLITS=splits)
-    return square_tile(SQUARE[-1 if on_hopper() else 0])
+    return square_tile(SQUARE[0])
 
 
 def _tiles(case: Case) -> list[Tile]:

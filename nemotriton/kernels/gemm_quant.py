@@ -34,6 +34,7 @@ from nemotriton.kernels.gemm import _sum_splits, check_rows
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
+    WIDE,
     _stream,
     e4m3_to,
     finish,
@@ -342,30 +343,34 @@ def quantised_sizes(config: Any) -> list[tuple[int, int]]:
 
 
 def _generic(case: Case, tokens: int) -> Tile:
-    """Sane on Hopper and Blackwell without tuning."""
-    if tokens > 64:
-        shape = {"BLOCK_T": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+    """Good on Hopper, sane on Blackwell without tuning."""
+    if tokens > 256:
+        t, n, k, warps, most = 128, 128, 64, 8, 1
+    elif tokens > 64:
+        wide = case.N >= 5000
+        t, n, k, warps, most = (128, 64, 64, 8, 1) if wide else (64, 128, 128, 4, 2)
+    elif tokens > 16:
+        t, n, k, warps, most = 64, 128 if case.N >= 5000 else 64, 128, 4, 4
     else:
-        t, n = (16, 64) if tokens <= 16 else (64, 128 if case.N >= 16384 else 64)
-        shape = {"BLOCK_T": t, "BLOCK_N": n, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    splits, tiles = 1, cdiv(case.N, shape["BLOCK_N"]) * cdiv(tokens, shape["BLOCK_T"])
-    # a program or two for each of a large GPU's processors, each with work to pipeline
-    while splits < 8 and tiles * splits < 132 and 1024 * splits <= case.K:
+        t, n, k, warps, most = 16, 64, 128, 4, 2 if case.N >= WIDE else 4
+    splits, tiles = 1, cdiv(case.N, n) * cdiv(tokens, t)
+    while splits < most and tiles * splits < 512 and 1024 * splits <= case.K:
         splits *= 2
-    return Tile(**shape, SPLITS=splits, GROUP=8)
+    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=3)
+    return tile.but(SPLITS=splits, GROUP=8)
 
 
 def _fp8_default(case: Case, tokens: int) -> Tile:
-    if tokens <= STREAM_TOKENS:
+    if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
         return stream_tile(case.N, tokens, 1)
-    if not case.Q:
+    if tokens <= STREAM_TOKENS or not case.Q:
         return _generic(case, tokens)
     if tokens <= 64:
         n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
         return square_tile((64, n, 128, 4, 3))
-    if on_hopper():
-        return _HALVES_FP8[0]
-    return square_tile(SQUARE_FP8[0])
+    if tokens <= 256 and case.N < WIDE:
+        return square_tile(SQUARE_FP8[3 if case.N >= 5000 else 2])
+    return _HALVES_FP8[0] if on_hopper() else square_tile(SQUARE_FP8[0])
 
 
 _HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]

@@ -171,13 +171,19 @@ _SHAPES = (
     (32, 64, 256, 4, 4),
     (32, 32, 512, 8, 3),
 )
+WIDE = 12800  # outputs from which x, read again by every program, costs more than W brings
 STREAM_TOKENS = 32  # at most; more are better off with the tensor core's asynchronous form
 
 
 def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
-    """A good tile for up to STREAM_TOKENS tokens: all programs of a middling matrix run at once on
-    a large GPU, each processor with 16 warps or so and tens of kilobytes of W on their way to it,
-    and few enough programs that reading x in each of them does not count."""
+    """A good tile for up to STREAM_TOKENS tokens: as measured for few on an H200; else all programs
+    of a middling matrix run at once, each processor with 16 warps or so and tens of kilobytes of W
+    on their way to it, and few enough programs that reading x in each of them does not count."""
+    if tokens <= 8 and itemsize <= 2:
+        wide = itemsize == 2 and N >= WIDE
+        return _shape((8, 32, 512, 4, 3) if wide else (8, 16, 512, 4, 4), itemsize)
+    if tokens <= 16 and itemsize <= 2:
+        return _shape((16, 32, 256, 4, 4), itemsize)
     t = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     fewest = 264 if t == 8 else 128  # programs
     n = next((b for b in (64, 32) if b * fewest <= N and b <= 4 * t), 16)
