@@ -149,7 +149,11 @@ def mtp_command(
 def divergence_command(
     model: o.Model = None,
     against: Annotated[
-        str, typer.Option(help="ref: the PyTorch twins. hf: transformers, from the same files.")
+        str,
+        typer.Option(
+            help="ref: the PyTorch twins. hf: transformers, from the same files. FILE.safetensors: "
+            "a trace, as parity --trace writes them."
+        ),
     ] = "ref",
     prompt: Texts = None,
     file: TextFile = None,
@@ -178,8 +182,13 @@ def divergence_command(
         machine = Machine(
             *(device, memory, tokens, 1, None, None, forced), graphs=False, rollback=rollback
         )
-        if against not in ("ref", "hf"):
-            raise UsageError(f"--against {against}: give ref or hf.")
+        file_given = against.endswith(".safetensors")
+        if against not in ("ref", "hf") and not file_given:
+            raise UsageError(
+                f"--against {against}: give ref or hf, or a trace's .safetensors file."
+            )
+        if file_given and not Path(against).is_file():
+            raise UsageError(f"--against {against}: no such file.")
         if decoded >= tokens:
             raise UsageError(f"--decoded {decoded} leaves no prompt of --tokens {tokens}.")
         from nemotriton.audit import between, divergence

@@ -1,8 +1,9 @@
 """A model between its two paths: what is compared with what, and where that makes sense."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from nemotriton.audit import hf
+from nemotriton.audit import hf, traces
 from nemotriton.audit.compare import ROUNDINGS
 from nemotriton.audit.divergence import Audit, Culprit, Layer
 from nemotriton.audit.walk import TWINS, Walk
@@ -34,6 +35,8 @@ def diverge(
     random: bool,
 ) -> tuple[list[Layer], Culprit | None, int]:
     """(layers, the fault if any, tokens compared); UsageError where there is nothing to compare."""
+    if against.endswith(".safetensors"):
+        return _traced(llm, Path(against), impl, decoded)
     ids = llm.tokenizer.encode(text)[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text is {len(ids)} token long: give at least 2.")
@@ -54,5 +57,20 @@ def diverge(
                 "TRITON_INTERPRET=1 (tiny models), or use --against hf."
             )
         audit = Audit(walk, impl, list(walk.chain(TWINS)))
+    layers = audit.run()
+    return layers, audit.culprit(layers), len(ids)
+
+
+def _traced(
+    llm: LLM, path: Path, impl: Mapping[str, str], decoded: int
+) -> tuple[list[Layer], Culprit | None, int]:
+    """The tokens of a trace, against what it holds of them."""
+    config = llm.config
+    trace = traces.read(path, config.layer_count, config.width)
+    ids = trace["input_ids"].flatten().tolist()
+    if not ids or min(ids) < 0 or max(ids) >= config.vocab:
+        raise UsageError(f"{path}: its input_ids are not tokens of a vocabulary of {config.vocab}.")
+    walk = Walk.of(llm, ids, min(decoded, len(ids) - 1))
+    audit = Audit(walk, impl, traces.passes(walk, trace), HF_ROUNDINGS)
     layers = audit.run()
     return layers, audit.culprit(layers), len(ids)

@@ -32,9 +32,10 @@ def test_a_command_of_the_page(
 ) -> None:
     own, theirs = models
     hub(monkeypatch, own, ["model.safetensors"])
+    folder = own.parent  # a trace stays for the command that reads it
     text = tmp_path / "text"
     text.write_text("the first text\nand another one\n")
-    names = {"FILE": str(text), "OUT": str(tmp_path / "out"), "DIR": str(own)}
+    names = {"FILE": str(text), "OUT.safetensors": str(folder / "out.safetensors"), "DIR": str(own)}
     if "hf" in args:
         names["DIR"] = str(theirs)
     code, out, err = invoke(*(names.get(arg, arg) for arg in args))

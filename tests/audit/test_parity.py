@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nemotriton.audit import parity
 from nemotriton.audit.parity import Difference, Ways
@@ -153,6 +153,34 @@ def test_a_trace_holds_every_boundary(tmp_path: Path) -> None:
     code, stdout, err = invoke(*args)  # never over what is there
     assert (code, stdout) == (2, "")
     assert "exists: give another path" in err
+
+
+def test_a_trace_is_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "trace.safetensors"
+    size = ("--dtype", "float32", "--tokens", "20")
+    assert invoke("parity", "--trace", str(out), *size)[0] == 0
+    args = ("divergence", "--against", str(out), *size, "--device", "cpu")
+    code, found = invoke_json(*args)
+    assert code == 0
+    assert (found["tokens"], len(found["layers"])) == (20, 10)
+    tensors = load_file(out)
+    honest = tensors["0.layers.3.mixer"].clone()
+    tensors["0.layers.3.mixer"] = 1.01 * honest  # another engine's scaling factor, say
+    save_file(tensors, out)
+    code, found = invoke_json(*args)
+    assert code == 1
+    culprit = found["culprit"]
+    assert (culprit["layer"], culprit["boundary"], culprit["ops"]) == (3, "mixer", [])
+    tensors["0.layers.3.mixer"] = honest[:, :-1].contiguous()
+    save_file(tensors, out)
+    assert "is of another model: layers.3.mixer is [20, 127]" in invoke(*args)[2]
+    del tensors["0.layers.3.mixer"]
+    save_file(tensors, out)
+    assert "lacks 1 tensors of sequence 0: layers.3.mixer" in invoke(*args)[2]
+    out.write_bytes(b"nothing")
+    code, _, err = invoke(*args)
+    assert code == 2
+    assert "cannot be read as a trace" in err
 
 
 def test_json_is_one_object() -> None:

@@ -34,6 +34,7 @@ from tests.audit.command import invoke
         (["mtp", "--impl", "cuda"], ["--impl cuda", "OP=ref"]),
         (["mtp", "-p", "a" * 3000], ["3,001", "2,048"]),
         (["divergence", "--against", "vllm"], ["--against vllm", "ref or hf"]),
+        (["divergence", "--against", "/no/trace.safetensors"], ["trace.safetensors", "no such"]),
         (["divergence", "--tokens", "1"], ["--tokens", "Invalid value"]),
         (["divergence", "--tokens", "8", "--decoded", "8"], ["--decoded 8", "--tokens 8"]),
         (["divergence", "--device", "cpu"], ["on a CPU", "TRITON_INTERPRET=1", "--against hf"]),
