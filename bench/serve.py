@@ -143,7 +143,8 @@ def soak(duration: float, clients: int = 24) -> Report:
     from nemotriton.serve.server import background
 
     report = Report()
-    with LLM(device="cpu", max_context=512, max_requests=8) as llm:
+    # in fp32 neighbours change no answer; in bf16 they can tip a close choice
+    with LLM(device="cpu", dtype="float32", max_context=512, max_requests=8) as llm:
         service = Service(llm, "tiny", Limits(queue=12, body=1_000_000))
         with background(service) as url:
             asyncio.run(beat(url, report, duration, clients))
@@ -215,7 +216,7 @@ def load(
     model: Annotated[str, typer.Argument(help="preset:NAME (random weights) or a directory.")],
     streams: Annotated[int, typer.Option(help="At the same time.")] = 64,
     prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 128,
-    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256,
+    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 512,
     layers: Annotated[int | None, typer.Option(help="Only so many.")] = None,
 ) -> None:
     """Compare streams to many clients with LLM.generate."""

@@ -36,8 +36,9 @@ class Running:
 def serving(
     limits: Limits | None = None, key: str | None = None, *, requests: int = 8, context: int = 512
 ) -> Iterator[Running]:
-    """The embedded model, named tiny."""
-    with LLM(device="cpu", max_context=context, max_requests=requests) as llm:
+    """The embedded model, named tiny; in fp32, as in bf16 neighbours can tip a close choice."""
+    sizes = {"max_context": context, "max_requests": requests}
+    with LLM(device="cpu", dtype="float32", **sizes) as llm:
         service = Service(llm, "tiny", limits or Limits(), key)
         with background(service) as url:
             yield Running(llm, service, url)

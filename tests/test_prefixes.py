@@ -23,7 +23,7 @@ def one_thread() -> None:
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     drafts, rollback = request.param
     sizes = {"max_context": 256, "max_requests": 3, "prefill_piece": 48}
-    with LLM(device="cpu", drafts=drafts, rollback=rollback, **sizes) as found:
+    with LLM(device="cpu", dtype="float32", drafts=drafts, rollback=rollback, **sizes) as found:
         yield found
 
 

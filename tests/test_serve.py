@@ -43,7 +43,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     """What the server must say."""
-    with LLM(device="cpu", max_context=512, max_requests=8) as found:
+    with LLM(device="cpu", dtype="float32", max_context=512, max_requests=8) as found:
         yield found
 
 
