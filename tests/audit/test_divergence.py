@@ -147,6 +147,7 @@ def walks() -> Callable[..., Walk]:
             with forced_packing(True) if packed else nullcontext():
                 llm = LLM.synthetic(
                     "tiny",
+                    layers=5,  # M*-EM
                     quant="nvfp4" if packed else quant,
                     dtype="bfloat16" if packed else dtype,
                     rollback=rollback,
@@ -213,9 +214,9 @@ def test_every_op_of_a_layer_has_its_fault() -> None:
 def test_without_a_fault_nothing_is_named(quant: str, dtype: str, walks: Any, kernels: Any) -> None:
     layers, culprit = audited(walks(quant, dtype, "lanes"))
     assert culprit is None
-    assert len(layers) == 10
+    assert len(layers) == 6
     assert all(layer.worst.error == 0 for layer in layers)
-    assert [layer.sets for layer in layers if layer.kind == "moe"] == [0, 0, 0]
+    assert [layer.sets for layer in layers if layer.kind == "moe"] == [0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
