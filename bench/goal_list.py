@@ -73,7 +73,8 @@ def linears() -> Iterator[Goal]:
         for tokens in (1, 16):
             us = N * K / 4.28e6 / reach
             peer = "cuBLAS 25.3" if N == 18560 else ""
-            yield Goal("linear", "FP8", "fp8_matmul", Case(N=N, K=K, Q=0), tokens, us, peer)
+            label = f"FP8 {N:,} x {K:,}"
+            yield Goal("linear", label, "fp8_matmul", Case(N=N, K=K, Q=0), tokens, us, peer)
     case = Case(N=18560, K=4096, Q=1)
     label = "FP8, inputs quantised in it"
     yield Goal("linear", label, "fp8_matmul", case, 2048, 0.85, "cuBLAS", rival=cublas_fp8)
