@@ -200,7 +200,7 @@ def steps_of(llm: LLM, drafts: int, count: int) -> Measured:
             before = engine.meter.output_tokens
         waited = recorded.waited if recorded is not None else 0.0
         start = time.perf_counter()
-        llm._step()
+        llm.step()
         took = time.perf_counter() - start
         idle = recorded.waited - waited if recorded is not None else 0.0
         if i >= WARM:
@@ -232,7 +232,7 @@ def experts_seen(llm: LLM) -> float | None:
         for mixer, own in zip(mixers, routes):
             mixer.route = watched(own)  # type: ignore[method-assign]
         recorded._parts = {shape: recorded._step(shape).parts() for shape in parts}
-        llm._step()
+        llm.step()
     finally:
         recorded._parts = parts
         for mixer in mixers:
@@ -247,7 +247,7 @@ def launches(llm: LLM) -> int | None:
     kinds = [torch.profiler.ProfilerActivity.CUDA]
     try:
         with torch.profiler.profile(activities=kinds) as trace:
-            llm._step()
+            llm.step()
             torch.cuda.synchronize()
         events = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     except RuntimeError:

@@ -55,7 +55,7 @@ def measure(llm: LLM, drafts: int, accepted: int, steps: int) -> dict[str, float
     with accepting(engine.runner, accepted):
         for i in range(steps + 3):
             start = time.perf_counter()
-            llm._step()
+            llm.step()
             seconds = engine.runner.clock.seconds() | {"step": time.perf_counter() - start}
             if i >= 3:
                 for part, value in seconds.items():
@@ -77,7 +77,7 @@ def table(llm: LLM, requests: int, drafts: int, context: int, steps: int) -> Ite
     ]
     llm.engine.scheduler.drafts = 0
     while any(g.completions[0].request.state is not State.DECODE for g in groups):
-        llm._step()
+        llm.step()
     plain = measure(llm, 0, 0, steps)
     for k, accepted in [(0, 0), *((drafts, a) for a in range(drafts + 1))]:
         got = plain if k == 0 else measure(llm, k, accepted, steps)

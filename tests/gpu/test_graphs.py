@@ -49,9 +49,9 @@ def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Found:
     for i, prompt in enumerate(PROMPTS):
         groups.append(llm.engine.submit(llm.engine.prepare(prompt, params(i))))
         for _ in range(3):
-            llm._step()
+            llm.step()
     while not all(g.finished for g in groups):
-        llm._step()
+        llm.step()
     assert steps.replays > 20
     assert steps.others == 0
     return [g.completions[0].request.output for g in groups], hidden
@@ -113,10 +113,10 @@ def test_nothing_compiles_and_no_tile_is_chosen_once_all_is_recorded() -> None:
         assert isinstance(steps.capture, CudaGraphs)
         asked = [llm.engine.prepare(p, params(i)) for i, p in enumerate(PROMPTS)]
         groups = [llm.engine.submit(a) for a in asked]
-        llm._step()  # the prompts, which are not recorded
+        llm.step()  # the prompts, which are not recorded
         before = steps.report()
         while not all(g.finished for g in groups):
-            llm._step()
+            llm.step()
         after = steps.report()
         for key in ("compiled_since", "tiles_looked_up_since"):
             assert before[key] == after[key]
