@@ -330,7 +330,7 @@ def _ieee_tile(case: Case, tokens: int) -> Tile:
     return tile.but(SPLITS=_splits(case, 32, PROGRAMS[0]) if few else 1)
 
 
-def _parts_tile(case: Case, tokens: int, shape: tuple[int, ...]) -> Tile:
+def _parts_tile(case: Case, tokens: int, shape: tuple[int, int, int, int, int]) -> Tile:
     """A tile for a fp32 weight in parts, K split until there are programs enough, and at least
     four times: Hopper's tensor cores cut their sums off, and over 12,288 products in a row that
     adds up to three times what an fp32 sum of the same length may be off."""

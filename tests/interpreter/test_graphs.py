@@ -20,11 +20,11 @@ def test_padded_steps_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ) as llm:
             asked = [llm.engine.prepare(p, s) for p, s in zip(PROMPTS, params)]
             groups = [llm.engine.submit(a) for a in asked]
-            llm._step()  # the prompts
+            llm.step()  # the prompts
             steps = llm.runner.steps
             before = None if steps is None else steps.report()["tiles_looked_up_since"]
             while llm.engine.busy:
-                llm._step()
+                llm.step()
             tokens.append([g.completions[0].request.output for g in groups])
             if steps is not None:
                 assert steps.replays >= 2
