@@ -137,7 +137,7 @@ def test_the_model_has_the_tensors_of_the_plan() -> None:
 
 
 def test_the_plan_counts_the_bytes_as_stored() -> None:
-    limits = Limits("cpu", None, None, 128, 1, None, 0, 0.5)
+    limits = Limits("cpu", None, None, 128, 1, None, None, 0.5)
     sizes = {}
     for quant in ("bf16", "fp8", "nvfp4", "super-mixed"):
         placed = place(random_weights("tiny", 0, quant=quant), limits)
