@@ -2,10 +2,12 @@
 
 `--against OLD` shows only rows that moved by more than both measurements' spread: whose intervals
 from the 20th to the 80th percentile do not overlap. `--readme FILE` writes the kernel table between
-the two marker lines, from rows that passed their gate.
+the two marker lines, from rows that passed their gate; `--pages FOLDER` the tables of the pages
+there (`bench.pages`).
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from bench import rows
-from bench.cli import application, run
+from bench.cli import Kernels, application, run
+from bench.pages import write_pages
 from bench.rows import BenchError, Row
 from nemotriton.errors import require
 
@@ -106,9 +109,9 @@ def write_table(readme: Path, found: Sequence[Row]) -> None:
     readme.write_text(f"{head}{BEGIN}\n{told}\n\n{table(found)}\n{END}{tail}")
 
 
-# ---------------------------------------------------------------------------------------- picture
-def roofline(found: Sequence[Row], file: Path) -> None:
-    """Achieved TFLOP/s over operations a byte, below the measured ceilings; one picture a GPU."""
+# --------------------------------------------------------------------------------------- pictures
+def plotting() -> Any:
+    """matplotlib's pyplot, drawing into files."""
     try:
         import matplotlib
 
@@ -116,6 +119,12 @@ def roofline(found: Sequence[Row], file: Path) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise BenchError("a picture needs: pip install 'nemotriton[bench]'") from error
+    return pyplot
+
+
+def roofline(found: Sequence[Row], file: Path) -> None:
+    """Achieved TFLOP/s over operations a byte, below the measured ceilings; one picture a GPU."""
+    pyplot = plotting()
     good = [r for r in found if r["us"] is not None and r["tflops"] and r["gbps"]]
     require(bool(good), "no row has numbers to draw", BenchError)
     gpus = {r["gpu"] for r in good}
@@ -139,25 +148,62 @@ def roofline(found: Sequence[Row], file: Path) -> None:
     pyplot.close(figure)
 
 
+def other_us(row: Row) -> float | None:
+    """The least time that `peer` names, as in "cuBLAS 44-46"; None where it names none."""
+    said_by = re.search(r"(\d+(?:\.\d+)?)(?:-\d+(?:\.\d+)?)?$", row.get("peer") or "")
+    return float(said_by[1]) if said_by else None
+
+
+def bars(found: Sequence[Row], file: Path) -> None:
+    """How many times as fast as the best other kernel each row is: a bar a row, 1 is a tie."""
+    pyplot = plotting()
+    good = [(r, other) for r in found if r["us"] is not None and (other := other_us(r))]
+    require(bool(good), "no row has another kernel's time to draw", BenchError)
+    gpus = sorted({r["gpu"] for r, _ in good})
+    require(len(gpus) == 1, f"rows of several GPUs: {', '.join(gpus)}", BenchError)
+    names = [f"{r['kernel']}: {r['label']}, {r['tokens']:,} ({r['peer']} us)" for r, _ in good]
+    ratios = [other / r["us"] for r, other in good]
+    colours = ["tab:green" if ratio >= 1 else "tab:red" for ratio in ratios]
+    figure, axes = pyplot.subplots(figsize=(9, 0.5 + 0.17 * len(good)))
+    axes.barh(names, ratios, color=colours, height=0.7)
+    axes.axvline(1.0, color="black", lw=1)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.tick_params(axis="y", labelsize=6)
+    axes.set_xlabel("time of the best other kernel / time here")
+    axes.set_title(gpus[0])
+    figure.savefig(file, dpi=66, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 @app.command()
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSONL files of rows.")],
     form: Annotated[str, typer.Option("--format", help="md, csv or jsonl.")] = "md",
     old: Annotated[Path | None, typer.Option("--against", help="Rows of an earlier run.")] = None,
     picture: Annotated[Path | None, typer.Option("--roofline", help="PNG to draw.")] = None,
+    others: Annotated[
+        Path | None, typer.Option("--bars", help="PNG to draw: beside other kernels.")
+    ] = None,
     readme: Annotated[Path | None, typer.Option(help="File whose kernel table is written.")] = None,
+    pages: Annotated[Path | None, typer.Option(help="Folder whose tables are written.")] = None,
+    kernel: Kernels = None,
 ) -> None:
-    """Print rows, compare them with an earlier run, draw them, or write the README's table."""
+    """Print rows, compare them with an earlier run, draw them, or write a page's tables."""
     formats: dict[str, Any] = {"md": rows.markdown, "csv": rows.as_csv, "jsonl": as_jsonl}
     require(form in formats, f"--format {form!r}: use md, csv or jsonl")
-    found = rows.load(files)
+    found = [r for r in rows.load(files) if not kernel or r["kernel"] in kernel]
     if picture is not None:
         roofline(found, picture)
+    if others is not None:
+        bars(found, others)
     if readme is not None:
         write_table(readme, found)
+    if pages is not None:
+        write_pages(pages, found)
     if old is not None:
         print(against(found, rows.load([old])), end="")
-    elif picture is None and readme is None:
+    elif not any((picture, others, readme, pages)):
         print(formats[form](found), end="")
 
 

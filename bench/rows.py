@@ -22,6 +22,7 @@ from nemotriton.kernels.op import DTYPES
 
 Row = dict[str, Any]
 NUMBERS = ("us", "p20", "p80", "default_us", "gbps", "tflops", "roofline_pct")
+IDENTITY = ("suite", "kernel", "tokens", "provider", "gpu", "label")
 
 
 class BenchError(NemotritonError):
@@ -31,7 +32,7 @@ class BenchError(NemotritonError):
 def identity(row: Row) -> tuple[Any, ...]:
     """What makes two rows measurements of the same thing."""
     case = tuple(sorted((row.get("case") or {}).items()))
-    return (*(row.get(k) for k in ("suite", "kernel", "tokens", "provider", "gpu")), case)
+    return (*(row.get(k) for k in IDENTITY), case)
 
 
 def environment(facts: Facts) -> Row:

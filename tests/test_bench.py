@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import cli, drafts, kernels, profile, report, rows
+from bench import cli, drafts, kernels, pages, profile, report, rows
 from bench.rows import BenchError, Row
 from nemotriton import LLM
 from nemotriton.autotune import cache, store
@@ -226,6 +226,47 @@ def test_the_roofline_picture(spec: KernelSpec, tmp_path: Path) -> None:
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(BenchError, match="several GPUs"):
         report.roofline([found[0], found[1] | {"gpu": "NVIDIA H200"}], out)
+
+
+def test_a_page_has_the_rows_that_its_marker_names(spec: KernelSpec, tmp_path: Path) -> None:
+    page = tmp_path / "layer.md"
+    page.write_text("# Title\n<!-- rows: twice D=64 -->\nold\n<!-- end of rows -->\nafter\n")
+    found = [row(10.0, label="one", peer="other 5.0-6.0"), row(2000.0, tokens=64), row(None)]
+    pages.write_pages(tmp_path, [*found, row(3.0, kernel="thrice")])
+    text = page.read_text()
+    pages.write_pages(tmp_path, found)
+    assert page.read_text() == text, "writing again changes nothing"
+    assert "| twice | one | 16 | 10.0 | 0 % of copy | other 5.0-6.0 |" in text
+    assert "| twice | D64 bf16 | 64 | 2,000 | 0 % of copy |  |" in text
+    assert "One Fake GPU, " in text
+    assert text.endswith("`python -m bench.kernels`.\n<!-- end of rows -->\nafter\n")
+    assert text.count("| twice |") == 2
+    for marker in ("thrice", "twice D=65"):
+        with pytest.raises(BenchError, match=f"no measured row of {marker}"):
+            list(pages.chosen(marker, found))
+    page.write_text("# Title\n")
+    with pytest.raises(BenchError, match="no page"):
+        pages.write_pages(tmp_path, found)
+
+
+def test_rows_that_differ_in_their_label_are_two_things(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for label in ("one prompt", "sixteen", "sixteen"):
+        rows.append({"suite": "goals", "case": {}, "label": label}, file)
+    assert [r["label"] for r in rows.load([file])] == ["one prompt", "sixteen"]
+
+
+def test_the_picture_of_other_kernels(spec: KernelSpec, tmp_path: Path) -> None:
+    out = tmp_path / "bars.png"
+    found = [row(10.0, label="a", peer="cuBLAS 44-46"), row(2.0, label="b", peer="")]
+    assert [report.other_us(r) for r in found] == [44.0, None]
+    assert report.other_us(row(1.0)) is None
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    report.bars(found, out)
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(BenchError, match="no row"):
+        report.bars(found[1:], out)
 
 
 # -------------------------------------------------------------------------------------- the traces

@@ -1,18 +1,16 @@
 """The examples of docs/serve.md, as they stand there but for the address and the model's name."""
 
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.pages import DOCS, fences
 from tests.serving import Running, serving
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "serve.md"
-BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", DOC.read_text(), re.DOTALL)
+BLOCKS = [(f.language, f.code) for f in fences(DOCS / "serve.md")]
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,21 @@
 """The audits as their command line runs them."""
 
 import json
-import shlex
-from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from nemotriton.audit.__main__ import app
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "audit.md"
-_PROGRAM = "python -m nemotriton.audit "
+from tests.pages import DOCS, indented
 
 
 def commands() -> list[list[str]]:
     """The commands of docs/audit.md, each its arguments, what is set before it in front."""
-    found = []
-    for line in PAGE.read_text().splitlines():
-        before, program, rest = line.partition(_PROGRAM)
-        if program and line.startswith("    "):
-            found.append([*before.split(), *shlex.split(rest, comments=True)])
-    return found
+    return [
+        [*found.variables, *found.args]
+        for found in indented(DOCS / "audit.md")
+        if found.program == "nemotriton.audit"
+    ]
 
 
 def invoke(*args: str) -> tuple[int, str, str]:

@@ -1,0 +1,58 @@
+"""What the pages in docs/ show: fenced blocks and commands, as tests run them.
+
+The word behind a fence's language says where it runs: nothing is a CPU, `gpu` a GPU (elsewhere its
+options are parsed), `interpreted` Triton's interpreter.
+"""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+_FENCE = re.compile(r"^( *)```(\w+)(?: (\w+))?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A fenced block: its language, the word behind it ("" for none) and its dedented text."""
+
+    language: str
+    where: str
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command line of a page. program: a module behind `python -m`, or `make`."""
+
+    program: str
+    args: list[str]
+    variables: tuple[str, ...] = ()
+
+
+def fences(page: Path) -> list[Fence]:
+    """The fenced blocks of a page, in order."""
+    found = _FENCE.findall(page.read_text())
+    return [Fence(lang, where, textwrap.dedent(code)) for _, lang, where, code in found]
+
+
+def command(line: str) -> Command | None:
+    """`line` as a command; None if it starts neither a module nor make."""
+    words = shlex.split(line, comments=True)
+    first = next((i for i, word in enumerate(words) if "=" not in word), len(words))
+    variables, words = tuple(words[:first]), words[first:]
+    if words[:2] == ["python", "-m"]:
+        return Command(words[2], words[3:], variables)
+    return Command("make", words[1:], variables) if words[:1] == ["make"] else None
+
+
+def indented(page: Path) -> Iterator[Command]:
+    """The commands of a page's indented lines."""
+    for line in page.read_text().splitlines():
+        found = command(line) if line.startswith("    ") and "python -m" in line else None
+        if found:
+            yield found
