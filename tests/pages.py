@@ -53,6 +53,8 @@ def command(line: str) -> Command | None:
 def indented(page: Path) -> Iterator[Command]:
     """The commands of a page's indented lines."""
     for line in page.read_text().splitlines():
-        found = command(line) if line.startswith("    ") and "python -m" in line else None
+        before, program, rest = line.partition("python -m ")
+        shown = line if "|" not in before else program + rest  # what is piped in is left out
+        found = command(shown) if line.startswith("    ") and program else None
         if found:
             yield found

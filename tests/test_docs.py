@@ -22,7 +22,7 @@ from nemotriton.model.config import PRESETS
 from nemotriton.model.synth import write_checkpoint
 from tests import hf_oracle
 from tests.flavours import CONFIG
-from tests.pages import DOCS, ROOT, Command, Fence, command, fences
+from tests.pages import DOCS, ROOT, Command, Fence, command, fences, indented
 
 NAMES = ("how-it-works", "port-a-kernel", "tune", "troubleshooting", "articles")
 LAYERS = ("mamba", "attention", "moe", "mlp", "mtp")
@@ -147,10 +147,33 @@ def test_a_command_for_a_gpu_is_understood(line: str) -> None:
         check_options(found.program, found.args)
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.stem
+)
+def test_indented_commands_are_understood(page: Path) -> None:
+    """Those of the README and of the other pages, up to a pipe."""
+    for found in indented(page):
+        args = found.args[: found.args.index("|")] if "|" in found.args else found.args
+        if found.program == "pytest":
+            check_tests(found)
+        else:
+            check_options(found.program, args)
+
+
 @pytest.mark.parametrize("fence", examples(""))
 def test_an_example_runs(fence: Fence) -> None:
     torch.set_num_threads(1)
     exec(compile(fence.code, "<page>", "exec"), {"__name__": "page"})
+
+
+def test_the_example_of_the_readme_runs(places: dict[str, str]) -> None:
+    (code,) = [f.code for f in fences(ROOT / "README.md") if f.language == "python"]
+    for shown, tried in (('"DIR"', repr(places["DIR"])), ("max_context=32768", "max_context=64")):
+        assert shown in code
+        code = code.replace(shown, tried)
+    here: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), here)
+    assert here["logits"].shape == (3, CONFIG.vocab)
 
 
 @pytest.mark.parametrize("fence", examples("interpreted"))
