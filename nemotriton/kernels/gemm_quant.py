@@ -13,6 +13,7 @@ x [T, K] with a free row stride; FP8 weight e4m3 [N, K]; NVFP4 codes uint8 [N, K
 [N, K/16]; bias, epilogue, residual and out_dtype as in `gemm.matmul`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -334,25 +335,24 @@ def _make_nvfp4(
 
 def quantised_sizes(config: Any) -> list[tuple[int, int]]:
     """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
-    width = config.width
-    m = config.mamba
+    width, m = config.width, config.mamba
     sizes = [(m.in_rows, width), (width, m.inner)] if m else []
     for inner in inner_widths(config):
         sizes += [(inner, width), (width, inner)]
     return list(dict.fromkeys(sizes))
 
 
-def _generic(case: Case, tokens: int) -> Tile:
-    """Good on Hopper, sane on Blackwell without tuning."""
+def _generic(case: Case, tokens: int, widest: int = 128) -> Tile:
+    """Good on Hopper, sane on Blackwell without tuning; `widest` block of N over 128 columns."""
     if tokens > 256:
         t, n, k, warps, most = 128, 128, 64, 8, 1
     elif tokens > 64:
-        wide = case.N >= 5000
-        t, n, k, warps, most = (128, 64, 64, 8, 1) if wide else (64, 128, 128, 4, 2)
+        t, n, k, warps, most = (128, 64, 64, 8, 1) if case.N >= 5000 else (64, 128, 128, 4, 2)
     elif tokens > 16:
         t, n, k, warps, most = 64, 128 if case.N >= 5000 else 64, 128, 4, 4
     else:
         t, n, k, warps, most = 16, 64, 128, 4, 2 if case.N >= WIDE else 4
+    n = min(n, widest) if k == 128 else n
     splits, tiles = 1, cdiv(case.N, n) * cdiv(tokens, t)
     while splits < most and tiles * splits < 512 and 1024 * splits <= case.K:
         splits *= 2
@@ -446,5 +446,5 @@ def _spec(
 
 
 FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0, _fp8_default, _fp8_tiles)
-_NVFP4 = ("x", "codes", "scales")
-NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, _NVFP4, 0.5625, _generic, _tiles)
+_64 = functools.partial(_generic, widest=64)  # decoding FP4 for more columns spills
+NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, ("x", "codes", "scales"), 0.5625, _64, _tiles)
