@@ -271,6 +271,8 @@ def _tiles(case: Case) -> list[Tile]:
     late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
     many = [_tile(up, down, narrow=True) for up, down in _MANY]
     plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
+    if case.F % 128:  # what `_default` takes there
+        few += [_tile(_TWO, _TWO, s) for s in (1, 3)] + [_tile(_WIDE, _TWO)]
     return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
 
 
@@ -285,12 +287,13 @@ def _suits(tile: Tile, tokens: int) -> bool:
 def _default(case: Case, tokens: int) -> Tile:
     """By pairs while they are few, then by the pairs of a mean expert."""
     pairs, per_expert = tokens * case.K, tokens * case.K / case.E
+    down = _TWO if case.F % 128 else _ONE  # masks of a last, half block make one warp spill
     if pairs <= 192:
-        return _tile(_TWO, _ONE, 3, blocks=0 if pairs <= 48 else 1 if tokens <= 8 else 2)
+        return _tile(_TWO, down, 3, blocks=0 if pairs <= 48 else 1 if tokens <= 8 else 2)
     if pairs <= 384:
-        return _tile(_TWO, _ONE)
+        return _tile(_TWO, down)
     if per_expert <= 3:
-        return _tile(_WIDE, _ONE)
+        return _tile(_WIDE, down)
     if per_expert <= 7:
         return _tile(_WIDE, _DEEP)
     if per_expert <= 14:
