@@ -36,7 +36,6 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Between magnitude i and i + 1; a tie goes to the even index.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-NAN_BITS = tl.constexpr(0x7FC00000)
 INF_BITS = tl.constexpr(0x7F800000)
 ABS_BITS = tl.constexpr(0x7FFFFFFF)
 

@@ -48,9 +48,3 @@ def bits_value(bits):
 def order_key(x, index):
     """The twin's key of float32 x at `index`."""
     return (order_bits(x).to(tl.int64) << 32) - index + LAST
-
-
-@triton.jit
-def key_index(key):
-    """The index (int32) packed into a key."""
-    return -key.to(tl.int32) + LAST
