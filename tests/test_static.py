@@ -141,3 +141,50 @@ def wrapper(slots_ptr):
     return tl.program_id(0)
 """
     assert problems(source) == []
+
+
+# kernels that may let a dependent come but are themselves launched plainly
+LEADERS = {"_attend_split"}
+
+
+def impatient(source: str) -> list[str]:
+    """Kernels with PDL in which some program might not wait, or wait after it has stored."""
+    found = []
+    for function in jit_functions(ast.parse(source)):
+        if "PDL" not in {a.arg for a in function.args.args} or function.name in LEADERS:
+            continue
+        waits = [
+            i
+            for i, node in enumerate(function.body)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL" and not node.orelse
+            for _ in calls(node, "tl.extra.cuda.gdc_wait")
+        ]
+        if len(waits) != 1 or len(list(calls(function, "tl.extra.cuda.gdc_wait"))) != 1:
+            found.append(f"{function.name}: wait once, under `if PDL:` at the top level")
+            continue
+        early = ast.Module(body=function.body[: waits[0]], type_ignores=[])
+        names = ("tl.store", *(f"tl.atomic_{what}" for what in ("add", "cas", "max", "xchg")))
+        found += [f"{function.name}: {n} before the wait" for n in names for _ in calls(early, n)]
+    return found
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
+def test_dependent_kernels_wait_in_every_program(path: Path) -> None:
+    assert not impatient(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "body,complaint",
+    [
+        ("if pid > 0:\n        if PDL:\n            tl.extra.cuda.gdc_wait()", "wait once"),
+        ("if PDL and SORT:\n        tl.extra.cuda.gdc_wait()", "wait once"),
+        ("tl.store(y_ptr, 0)", "wait once"),
+        ("tl.store(y_ptr, 0)\n    if PDL:\n        tl.extra.cuda.gdc_wait()", "before the wait"),
+        ("if PDL:\n        tl.extra.cuda.gdc_wait()\n    tl.store(y_ptr, 0)", ""),
+        ("if PDL:\n        prefetch(w_ptr)\n        tl.extra.cuda.gdc_wait()", ""),
+    ],
+)
+def test_impatience_is_found(body: str, complaint: str) -> None:
+    problem = impatient(f"@triton.jit\ndef _f(y_ptr, w_ptr, PDL: tl.constexpr):\n    {body}\n")
+    assert bool(problem) == bool(complaint)
+    assert all(complaint in text for text in problem)

@@ -16,6 +16,7 @@ _PACKAGES = (
 )
 _VARIABLES = (
     *("CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "NEMOTRITON_TUNE_CACHE"),
+    "NEMOTRITON_PDL",
     *("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "LD_LIBRARY_PATH"),
 )
 _QUERY = "--query-gpu=name,memory.total,compute_cap"

@@ -15,7 +15,7 @@ both products:
               expert, by tables that a launch of their own writes
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
-    PDL       a kernel's start overlaps the end of the one before it
+    PDL       dependent launches
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
 from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of, unpack_hopper
 from nemotriton.kernels.moe_experts import most_blocks
@@ -100,7 +101,7 @@ def run_experts_packed(
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
-    plan = _Plan(tile, width, L, T)
+    plan = _Plan(tile, x, width)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
     parts = torch.empty((P, plan.split, L), dtype=kept, device=x.device)
@@ -111,7 +112,7 @@ def run_experts_packed(
         *up_table.tensors, P, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
         K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
         NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
-        H=plan.h_width, launch_pdl=plan.pdl and plan.blocks == 2, **plan.meta("UP"),
+        H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
     )  # fmt: skip
     launch(
         _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
@@ -135,12 +136,12 @@ def run_experts_packed(
 class _Plan:
     """The sizes that follow from a tile: widths, tiles of rows, steps, and launch options."""
 
-    def __init__(self, tile: Tile, F: int, L: int, T: int) -> None:
-        self.tile = tile
+    def __init__(self, tile: Tile, x: torch.Tensor, F: int) -> None:
+        (T, L), self.tile = x.shape, tile
         one_block = min(int(tile["UP_M"]), int(tile["DOWN_M"])) >= T
         self.blocks = 2 if tile["BLOCKS"] == 1 and not one_block else int(tile["BLOCKS"])
         self.mma = int(tile["UP_WARPS"]) < 4
-        self.pdl = bool(tile["PDL"]) and not INTERPRET
+        self.pdl = bool(tile["PDL"]) and dependent(x)
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
         self.h_width = self.up_tiles * int(tile["UP_N"])
         self.down_tiles = cdiv(L, int(tile["DOWN_N"]))
@@ -192,7 +193,8 @@ def _tables(
             _prepare, (programs + extra,), routing.offsets, routing.order, experts, made, programs,
             blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m, BLOCK_E=next_pow2(E),
             BLOCK_B=TABLE_BLOCKS, MMA=plan.mma, FROM_MMA=ordered,
-            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl, num_warps=4,
+            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl, launch_pdl=plan.pdl,
+            num_warps=4,
         )  # fmt: skip
         tables[block_m] = _Table(made, experts, blocks)
     return tables[int(tile["UP_M"])], tables[int(tile["DOWN_M"])], rows, width

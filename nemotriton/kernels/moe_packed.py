@@ -10,9 +10,9 @@ stored. Grids are as large as any routing of the tokens can need, and programs w
 at once: the host never waits, and a CUDA graph serves every routing. Nothing depends on the order
 of programs, so equal inputs give equal bits.
 
-PDL (programmatic dependent launch): a kernel lets the next one start when its last program has left
-its loop, not when it has stored; the next one waits for that before it reads what was stored. Only
-`_prepare`, which is small, lets go at once: an earlier start takes room from programs that work.
+All are dependent launches (see `dependent`); the products let the next kernel come when they have
+left their loops. Which weights a program reads is known from the routing only, so that none are
+prefetched.
 """
 
 import triton
@@ -82,7 +82,7 @@ def _prepare(
     """Tables by the first programs, x in order by the others."""
     pid = tl.program_id(0).to(tl.int64)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if pid < table_programs:
         _write_tables(
             pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
@@ -131,7 +131,7 @@ def _packed_up(
 ):  # fmt: skip
     """h [T*K, H] by pair, columns in `k_order`, those of padding zero."""
     pid = tl.program_id(0).to(tl.int64)
-    if PDL and BLOCKS == 2:
+    if PDL:
         tl.extra.cuda.gdc_wait()
     block = pid // (H // BLOCK_N)
     tile_n = pid % (H // BLOCK_N)
@@ -166,14 +166,14 @@ def _packed_down(
     block = pid // (TILES * SPLIT)
     tile_n = pid % TILES
     split = pid // TILES % SPLIT
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, BLOCKS, BLOCK_M)
     if expert >= 0:
         live = rows >= 0
         safe = tl.where(live, rows, 0)
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
         matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         h_rows = h_ptr + safe.to(tl.int64) * H
         step_0 = split.to(tl.int32) * STEPS
         acc = packed_product(
@@ -194,11 +194,11 @@ def _packed_combine(
     COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [T, L]: the sum of a token's COUNT rows."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(L, BLOCK_L)
     t = pid // tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     n = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
     j = tl.arange(0, BLOCK_R)
     at = rows_ptr + (t * COUNT + j)[:, None] * L + n[None, :]

@@ -1,0 +1,65 @@
+"""Dependent launches: a decode kernel comes up while the one before it is still finishing.
+
+A decode step is hundreds of short kernels in a row, and between two of them the memory idles for
+microseconds: the last programs of one drain, the next one starts, reads its tables, waits for its
+first weights. Programmatic dependent launch (CUDA programming guide; PTX `griddepcontrol`; compute
+capability 9.0 and later) lets the second kernel start early. Every kernel of the decode path keeps
+to one convention:
+
+* The wrapper asks `dependent(x)` once and passes `PDL=pdl, launch_pdl=pdl`.
+* The kernel has, at the top level of its body, `if PDL: tl.extra.cuda.gdc_wait()`. So every program
+  waits exactly once, pads and those that leave early too: then a kernel ends after all kernels
+  before it have, and whoever waits for its neighbour waits for the whole step so far. It waits
+  before it first reads what another kernel of a step may have written (activations, states, caches,
+  index tables), and before it first writes anything.
+* Before it waits it may compute addresses and read or `prefetch` weights, which nobody writes: that
+  is the gain.
+* `gdc_launch_dependents()` comes late, when a program has issued its last large load: programs that
+  wait hold registers and shared memory, and with an early call the experts ran 1.9 times slower. A
+  kernel that never calls it lets the next one come when its programs leave.
+
+A plain launch in between is always right: it starts when everything before it has ended. A graph
+keeps the attribute of what it captures.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+import triton
+import triton.language as tl
+
+from nemotriton.kernels.op import target
+
+_ALLOWED: ContextVar[bool] = ContextVar(
+    "dependent launches", default=os.environ.get("NEMOTRITON_PDL", "1") != "0"
+)
+
+
+def dependent(where: torch.Tensor) -> bool:
+    """Whether a decode kernel on `where`'s device is launched as a dependent of the one before it.
+
+    False in the interpreter, below compute capability 9.0 (of the GPU or, for `meta` tensors, of
+    `compile_only`), inside `independent()`, and with NEMOTRITON_PDL=0 in the environment."""
+    return _ALLOWED.get() and target(where.device) >= 90
+
+
+@contextlib.contextmanager
+def independent() -> Iterator[None]:
+    """Inside the block every kernel starts when the one before it has ended. What a graph captured
+    outside the block stays as it was captured."""
+    token = _ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+@triton.jit
+def prefetch(at):
+    """Bring the L2 line of every pointer of a tensor `at` near; compiled kernels only."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
