@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -214,13 +215,14 @@ def ssm_replay(
     pools = (state, scales, x_ring, dt_ring, B_ring)
     strides = (*tokens, *(0 if pool is None else pool.stride(0) for pool in pools))
     rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), layer, P, N, R, interval)
-    meta = {"BLOCK_N": max(next_pow2(N), 16), "UPDATE": update, **tile}
+    pdl = dependent(x)
+    meta = {"BLOCK_N": max(next_pow2(N), 16), "BLOCK_T": max(next_pow2(max_new), 8), **tile}
+    meta |= {"UPDATE": update, "PDL": pdl, "launch_pdl": pdl}
     if parents is None:
         operands = (*tensors, *indices, *strides, *rest)
-        launch(_replay_chain, grid, *operands, CROSS=max_new > 1, **meta)
+        launch(_replay_chain, grid, *operands, DRAFTS=max_new > 1, **meta)
     else:
-        operands = (*tensors, *indices, parents, *strides, *rest)
-        launch(_replay_tree, grid, *operands, BLOCK_T=max(next_pow2(max_new), 16), **meta)
+        launch(_replay_tree, grid, *tensors, *indices, parents, *strides, *rest, **meta)
     return y
 
 

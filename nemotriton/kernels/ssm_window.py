@@ -1,10 +1,12 @@
 """The kernels of the selective state update by replay; `ssm_replay.py` holds formula and twin.
 
 One program is one sequence, one head and BLOCK_P rows of its state. A window is L entries: inputs
-(x, step size, B) behind a stored state, first those in the ring, then new tokens, then zeros. All
-products over it are [L, L], [L, P] and [L, N] matrices on the tensor cores, so a few tokens cost
-what one costs. Entry j of a window has the same place in every sum, whether it comes from the ring
-or is new, so how tokens are cut into calls changes no bit.
+(x, step size, B) behind a stored state, first those in the ring, then new tokens, then zeros.
+Tokens [T] are columns and stand at places of the window. Products over it are small matrices on the
+tensor cores, see `ssm_products.py`, so a few tokens cost what one costs. Entry j of a window has
+the same place in every sum, whether it comes from the ring or is new, and a token sees itself and
+what lies before it: neither how tokens are cut into calls, nor their number, nor the tile changes
+any bit. What a token's entry holds, a NaN say, is nowhere in the sums of the tokens before it.
 
 Of a tensor `foo`, foo_t is the stride of tokens, foo_h of heads, foo_g of groups, foo_slot of
 slots. A pad (slot -1) reads nothing and writes zeros to y. No entry of a ring is read and written
@@ -14,55 +16,22 @@ in one launch, and of a state each program touches its own part alone.
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.ssm_products import (
+    k_order,
+    load_rows,
+    read_state,
+    scores,
+    times,
+    weighted,
+)
 from nemotriton.kernels.ssm_state import restore_state, round_state, state_noise, store_state
 from nemotriton.kernels.ssm_step import step_size
 
 SLICE = tl.constexpr(16)  # rows of a state that are rounded at a time
-
-
-# --------------------------------------------------------------------------------------- products
-@triton.jit
-def _times(a, b, TERMS: tl.constexpr):
-    """a b for fp32 a [M, K]: as TERMS bf16 terms (8 bits each) where b is bf16, else 3xTF32."""
-    if b.dtype == tl.bfloat16:
-        high = a.to(tl.bfloat16)
-        rest = a - high.to(tl.float32)
-        low = rest.to(tl.bfloat16)
-        product = tl.dot(low, b, input_precision="ieee")
-        if TERMS == 3:
-            product = tl.dot(
-                (rest - low.to(tl.float32)).to(tl.bfloat16), b, acc=product, input_precision="ieee"
-            )
-        return tl.dot(high, b, acc=product, input_precision="ieee")
-    else:
-        return tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
-
-
-@triton.jit
-def _read(C, h, scale, scales_ptr):
-    """C h^T [M, P] for C [M, N] and a stored state h [P, N], scale [P]; bf16 operands are exact."""
-    if C.dtype == tl.bfloat16:
-        high = h.to(tl.bfloat16)
-        product = tl.dot(C, tl.trans(high), input_precision="ieee")
-        if h.dtype != tl.bfloat16 and h.dtype != tl.int8:  # y has 8 bits: 16 of the state do
-            low = (h.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-            product = tl.dot(C, tl.trans(low), acc=product, input_precision="ieee")
-    else:
-        wide = tl.trans(h.to(tl.float32))
-        product = tl.dot(C.to(tl.float32), wide, input_precision="tf32x3")
-    if scales_ptr is not None:
-        product *= scale[None, :]
-    return product
-
-
-@triton.jit
-def _scores(C, B):
-    """C B^T."""
-    if B.dtype == tl.bfloat16:
-        return tl.dot(C, tl.trans(B), input_precision="ieee")
-    else:
-        wide = tl.trans(B.to(tl.float32))
-        return tl.dot(C.to(tl.float32), wide, input_precision="tf32x3")
+# logarithms of decays as integers, in units of 2^-40: any sum of them is exact in any order, and the
+# difference of two long sums has the digits of a short one. exp of the lowest is 0.
+_UNIT, _UNITS = tl.constexpr(2.0**-40), tl.constexpr(2.0**40)
+_LOWEST = tl.constexpr(-4096.0)
 
 
 # ------------------------------------------------------------------------------------------ loads
@@ -73,12 +42,21 @@ def _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr, lengths_idx):
     start = tl.load(cu_idx + s).to(tl.int64)
     count = (tl.load(cu_idx + s + 1).to(tl.int64) - start).to(tl.int32)
     slot = tl.load(slots_idx + s).to(tl.int64)
+    held = tl.load(counts_idx + s).to(tl.int64).to(tl.int32)
     on = (slot >= 0) & (count > 0)
-    held = tl.load(counts_idx + s, mask=on, other=0).to(tl.int64).to(tl.int32)
+    held = tl.where(on, held, 0)
     position = tl.zeros((), tl.int32)
     if seeds_ptr is not None:
         position = tl.load(lengths_idx + s).to(tl.int64).to(tl.int32) - count - held
     return start, count, slot, on, held, position
+
+
+@triton.jit
+def _scale(scales_ptr, p, wanted):
+    scale = tl.full((), 1.0, tl.float32)
+    if scales_ptr is not None:
+        scale = tl.load(scales_ptr + p, mask=wanted, other=0.0)
+    return scale
 
 
 @triton.jit
@@ -88,10 +66,16 @@ def _stored(state, p, n, on, P: tl.constexpr, N: tl.constexpr):
     wanted = on & (p < P)
     h_at = state_ptr + p[:, None] * N + n[None, :]
     h = tl.load(h_at, mask=wanted[:, None] & (n < N)[None, :], other=0)
-    scale = tl.full((), 1.0, tl.float32)
-    if scales_ptr is not None:
-        scale = tl.load(scales_ptr + p, mask=wanted, other=0.0)
-    return h, scale
+    return h, _scale(scales_ptr, p, wanted)
+
+
+@triton.jit
+def _stored_in_order(state, p, on, P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The same with columns in the order of products."""
+    state_ptr, scales_ptr = state
+    wanted = on & (p < P)
+    h = load_rows(state_ptr + p * N, wanted, N, BLOCK_N, state_ptr)
+    return h, _scale(scales_ptr, p, wanted)
 
 
 @triton.jit
@@ -102,18 +86,28 @@ def _rows(ptr, row, stride, c, wanted, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _entries(ring, at, new_ptr, row, stride, c, old, new, WIDTH: tl.constexpr):
-    """Columns c of entries [L]: of the ring where `old`, of new tokens where `new`, else zeros."""
-    held = _rows(ring, at, WIDTH, c, old, WIDTH)
-    return tl.where(old[:, None], held, _rows(new_ptr, row, stride, c, new, WIDTH))
+def _places(ring, at, new_ptr, row, stride, old, WIDTH: tl.constexpr):
+    """Where entries [L] begin: in the ring where `old`, else among the new tokens."""
+    return tl.where(old, ring + at * WIDTH, new_ptr + row * stride)
 
 
 @triton.jit
-def _steps(ring, at, dt_ptr, row, stride, old, new, limits):
+def _entries(ring, at, new_ptr, row, stride, c, old, new, WIDTH: tl.constexpr):
+    """Columns c of entries [L]: of the ring where `old`, of new tokens where `new`, else zeros."""
+    begin = _places(ring, at, new_ptr, row, stride, old, WIDTH)
+    mask = (old | new)[:, None] & (c < WIDTH)[None, :]
+    return tl.load(begin[:, None] + c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _steps(ring, at, dt_ptr, row, stride, old, new, limits, on, DRAFTS: tl.constexpr):
     """Step sizes of entries [L], which the ring holds ready; zeros where there is none."""
     bias, low, high = limits
     held = tl.load(ring + at, mask=old, other=0.0)
-    dt = tl.load(dt_ptr + row * stride, mask=new, other=0.0).to(tl.float32)
+    if DRAFTS:
+        dt = tl.load(dt_ptr + row * stride, mask=new, other=0.0).to(tl.float32)
+    else:
+        dt = tl.load(dt_ptr, mask=on, other=0.0).to(tl.float32)
     return tl.where(old, held, tl.where(new, step_size(dt, bias, low, high), 0.0))
 
 
@@ -126,11 +120,24 @@ def _keep(ptr, at, values, c, wanted, WIDTH: tl.constexpr):
 
 # ----------------------------------------------------------------------------- states and outputs
 @triton.jit
+def _decay(step, A):
+    """Logarithm of what a step leaves of a state, in units; 0 for NaN, which the step itself is."""
+    decay = tl.maximum(tl.where(step == step, step * A, 0.0), _LOWEST)
+    return (decay * _UNITS).to(tl.int64)
+
+
+@triton.jit
+def _left(decay):
+    """What a sum of decays leaves; the sum is not above 0."""
+    return tl.exp(tl.minimum(decay, 0).to(tl.float32) * _UNIT)
+
+
+@triton.jit
 def _inflow(step, A):
     """How much of each entry of a full window is left behind it [L], and of the state before."""
-    decay = step * A
-    left = tl.minimum(tl.cumsum(decay, 0, reverse=True) - decay, 0.0)
-    return step * tl.exp(left), tl.exp(tl.sum(decay, 0))
+    decay = _decay(step, A)
+    all = tl.sum(decay, 0)
+    return step * _left(all - tl.cumsum(decay, 0)), _left(all)
 
 
 @triton.jit
@@ -142,7 +149,7 @@ def _fold(
     position: of the window's last token; p: the rows within the head."""
     state_ptr, scales_ptr = state
     seeds_ptr, s, layer, first_row = noise
-    added = _times(tl.trans(x.to(tl.float32) * inflow[:, None]), B, 3)
+    added = times(tl.trans(x.to(tl.float32) * inflow[:, None]), B)
     h = tl.fma(restore_state(h, scale, scales_ptr), left, added)
     bits = None
     if seeds_ptr is not None:
@@ -151,26 +158,37 @@ def _fold(
 
 
 @triton.jit
-def _weights(step, A, B, C, D, L: tl.constexpr):
-    """What of x of entry k is in y of entry j, [L, L], and what of the state before them, [L]."""
-    j = tl.arange(0, L)
-    decay = step * A
-    # sums of their own: a difference of two long ones would have lost the digits of a short one
-    between = tl.cumsum(tl.where(j[:, None] > j[None, :], decay[:, None], 0.0), 0)
-    weights = _scores(C, B) * step[None, :] * tl.exp(between)
-    weights = tl.where(j[None, :] <= j[:, None], weights, 0.0)
-    weights = tl.where(j[None, :] == j[:, None], weights + D, weights)
-    return weights, tl.exp(tl.cumsum(decay, 0))
+def _weights(step, A, D, B, C, place):
+    """What of x of entry j is in y of the token at place[t], [L, T], and what of the state, [T]."""
+    j, place = tl.arange(0, step.shape[0])[:, None], place[None, :]
+    way = tl.cumsum(_decay(step, A), 0)[:, None]
+    to_token = tl.sum(tl.where(j == place, way, 0), 0)
+    weights = scores(B, C) * step[:, None] * _left(to_token[None, :] - way)
+    weights = tl.where(j <= place, weights, 0.0)
+    weights = tl.where(j == place, weights + D, weights)
+    return weights, _left(to_token)
 
 
 @triton.jit
-def _emit(
-    h, scale, scales_ptr, x, weights, left, C, y_ptr, row, stride, p, wanted, P: tl.constexpr
-):  # fmt: skip
-    """Write y = left C h^T + weights x of a window's entries where wanted."""
-    y = tl.fma(_read(C, h, scale, scales_ptr), left[:, None], _times(weights, x, 2))
-    mask = wanted[:, None] & (p < P)[None, :]
-    tl.store(y_ptr + row[:, None] * stride + p[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+def _outputs(h, scale, scales_ptr, C, x, weights, left, seen, DRAFTS: tl.constexpr):
+    """y [P, T] = left h C^T + x^T weights. DRAFTS: a token may not see every entry (`seen` [L, T]),
+    and what is not finite in one that it does not see must not reach it: 0 * NaN would."""
+    sick = x.to(tl.float32) - x.to(tl.float32) != 0.0
+    if DRAFTS:
+        x = tl.where(sick, 0.0, x).to(x.dtype)
+    y = tl.fma(read_state(h, scale, scales_ptr, C), left[None, :], weighted(x, weights))
+    if DRAFTS:
+        ill = tl.dot(tl.trans(sick.to(tl.bfloat16)), seen.to(tl.bfloat16), input_precision="ieee")
+        y = tl.where(ill > 0.0, float("nan"), y)
+    return y
+
+
+@triton.jit
+def _put(y, y_ptr, row, stride, p, wanted, P: tl.constexpr):
+    """Write y [P, T] to rows [T] where wanted."""
+    mask = (p < P)[:, None] & wanted[None, :]
+    at = y_ptr + row[None, :] * stride + p[:, None]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -182,14 +200,18 @@ def _store_border(
     """Store the state behind the ring's first L entries, a few rows at a time, in place."""
     state_ptr, scales_ptr = state
     x_ring, dt_ring, B_ring = ring
-    n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
+    # what rounds by the row takes whole ones; else half of them, for the registers
+    WHOLE: tl.constexpr = scales_ptr is not None or noise[0] is not None or BLOCK_N < 64
+    COLUMNS: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // 2
+    PARTS: tl.constexpr = BLOCK_N // COLUMNS
+    j = tl.arange(0, L)
     at = tl.load(order_idx + j).to(tl.int64)
-    B = _rows(B_ring, at, N, n, j >= 0, N)
     inflow, left = _inflow(tl.load(dt_ring + at), A)
-    for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
-        p = p0 + i + tl.arange(0, SLICE)
+    for i in range(0, (tl.minimum(P - p0, BLOCK_P) + SLICE - 1) // SLICE * PARTS):
+        p = p0 + i // PARTS * SLICE + tl.arange(0, SLICE)
+        n = i % PARTS * COLUMNS + tl.arange(0, COLUMNS)
         h, scale = _stored(state, p, n, True, P, N)
-        x = _rows(x_ring, at, P, p, j >= 0, P)
+        B, x = _rows(B_ring, at, N, n, j >= 0, N), _rows(x_ring, at, P, p, j >= 0, P)
         h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
         h_at, in_p = state_ptr + p[:, None] * N + n[None, :], p < P
         store_state(h, scale, h_at, scales_ptr, p, in_p[:, None] & (n < N)[None, :], in_p)
@@ -197,70 +219,131 @@ def _store_border(
 
 
 @triton.jit
-def _settled(
-    state, ring, order_idx, A, noise, position, p0, held, on,
-    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
+def _behind_ring(
+    h, scale, state, ring, order_idx, A, noise, position, p, held,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The stored state (h, scale), behind the ring's first L entries where it has so many, and how
-    many entries that leaves out. position: tokens in the state that was stored before."""
-    p, n, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, L)
-    last = position + (L - 1)
-    if UPDATE:  # noqa: SIM102 (a constant)
-        if held >= L:
-            _store_border(state, ring, order_idx, A, noise, last, p0, P, N, L, BLOCK_P, BLOCK_N)
-    h, scale = _stored(state, p, n, on, P, N)
-    if not UPDATE:  # noqa: SIM102
-        if held >= L:
-            x_ring, dt_ring, B_ring = ring
-            at = tl.load(order_idx + j).to(tl.int64)
-            inflow, left = _inflow(tl.load(dt_ring + at), A)
-            x, B = _rows(x_ring, at, P, p, j >= 0, P), _rows(B_ring, at, N, n, j >= 0, N)
-            h, scale = _fold(h, scale, x, inflow, left, B, state, noise, last, p, N, BLOCK_N)
-    return h, scale, tl.where(held >= L, L, 0)
+    """A stored state (h, scale), or what would be stored behind a full window of the ring."""
+    if held >= L:
+        x_ring, dt_ring, B_ring = ring
+        n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
+        at = tl.load(order_idx + j).to(tl.int64)
+        inflow, left = _inflow(tl.load(dt_ring + at), A)
+        x, B = _rows(x_ring, at, P, p, j >= 0, P), _rows(B_ring, at, N, n, j >= 0, N)
+        h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
+    return h, scale
+
+
+@triton.jit
+def _head(
+    head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr, scales_ptr, x_ring,
+    dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot, scales_slot, x_slot, dt_slot,
+    B_slot, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The same pointers at a sequence's part of each: (state, scales), rings, (x, dt, B, C)."""
+    state_ptr += slot * state_slot + head * P * N
+    if scales_ptr is not None:
+        scales_ptr += slot * scales_slot + head * P
+    x_ptr, dt_ptr = x_ptr + start * x_t + head * x_h, dt_ptr + start * dt_t + head
+    B_ptr, C_ptr = B_ptr + start * B_t + group * B_g, C_ptr + start * C_t + group * C_g
+    x_ring, dt_ring = x_ring + slot * x_slot + head * R * P, dt_ring + slot * dt_slot + head * R
+    B_ring += slot * B_slot + group * R * N
+    return (state_ptr, scales_ptr), (x_ring, dt_ring, B_ring), (x_ptr, dt_ptr, B_ptr, C_ptr)
+
+
+# ----------------------------------------------------------------------------------------- windows
+@triton.jit
+def _window(
+    ring, at, tokens, strides, limits, A, D, kept, first, count, on, state_ptr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr, BLOCK_T: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """A window of `kept` entries of the ring, at its places `at` [L], and of the tokens from
+    `first` on: (new token at each entry [L], whether one is there, step sizes [L]), and for tokens
+    [T] of y: (row, whether the window answers it, C [T, N], weights [L, T], left [T], seen)."""
+    _, dt_ring, B_ring = ring
+    _, dt_ptr, B_ptr, C_ptr = tokens
+    _, dt_t, B_t, C_t = strides
+    j, t = tl.arange(0, L), tl.arange(0, BLOCK_T)
+    row = j - kept + first
+    old = j < kept
+    new = (j >= kept) & (row < count) & on
+    step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, DRAFTS)
+    token, place = first + t, kept + t
+    wanted = (token < count) & (place < L)
+    C = load_rows(C_ptr + token * C_t, wanted & on, N, BLOCK_N, state_ptr)
+    B = load_rows(_places(B_ring, at, B_ptr, row, B_t, old, N), old | new, N, BLOCK_N, state_ptr)
+    weights, left = _weights(step, A, D, B, C, place)
+    return (row, old, new, step), (token, wanted, C, weights, left, j[:, None] <= place[None, :])
+
+
+@triton.jit
+def _trial(
+    entries, answer, state, ring, at, x_ptr, x_t, order_idx, A, noise, position, p0, held, on,
+    y_ptr, y_t, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a window a few rows of the state at a time, where nothing is stored."""
+    row, old, new, _ = entries
+    token, wanted, C, weights, left, seen = answer
+    n = tl.arange(0, BLOCK_N)
+    for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
+        p = p0 + i + tl.arange(0, SLICE)
+        h, scale = _stored(state, p, n, on, P, N)
+        h, scale = _behind_ring(
+            h, scale, state, ring, order_idx, A, noise, position, p, held, P, N, L, BLOCK_N
+        )
+        x = _entries(ring[0], at, x_ptr, row, x_t, p, old, new, P)
+        h = k_order(h, state[0])
+        y = _outputs(h, scale, state[1], C, x, weights, left, seen, True)
+        _put(y, y_ptr, token, y_t, p, wanted, P)
 
 
 @triton.jit
 def _beyond(
-    h, scale, state, ring, tokens, strides, limits, order_idx, A, D, noise, position, p0, kept,
-    drop, count, on, y_ptr, y_t, at, step, B, one_tile, one_head,
-    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
+    entries, state, ring, at, tokens, strides, limits, order_idx, A, D, noise, position, p0, drop,
+    held, count, on, y_ptr, y_t, one_tile, one_head,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """The tokens beyond a border: at, step and B are the entries of the window that it ends.
+    """The tokens beyond the border that the window of `entries` ends.
 
-    Its state is worked out a few rows at a time, from what is stored; h is used if nothing is."""
+    Its state is worked out a few rows at a time, from what is stored. position: of its token."""
     x_ring, dt_ring, B_ring = ring
-    x_ptr, dt_ptr, B_ptr, C_ptr = tokens
-    x_t, dt_t, B_t, C_t = strides
+    x_ptr, _, B_ptr, _ = tokens
+    x_t, _, B_t, _ = strides
+    row, old, new, step = entries
     n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
     inflow, outflow = _inflow(step, A)
-    row = j + (L - kept)
-    is_row, none = row < count, j < 0
-    new = is_row & on
-    place = tl.load(order_idx + drop + L + j, mask=new, other=0).to(tl.int64)
-    step = _steps(dt_ring, place, dt_ptr, row, dt_t, none, new, limits)
-    B_new = _rows(B_ptr, row, B_t, n, new, N)
-    C = _rows(C_ptr, row, C_t, n, new, N)
-    weights, left = _weights(step, A, B_new, C, D, L)
-    WIDE: tl.constexpr = SLICE if UPDATE else BLOCK_P
-    for i in range(0, tl.minimum(P - p0, BLOCK_P), WIDE):
-        p = p0 + i + tl.arange(0, WIDE)
+    B = _entries(B_ring, at, B_ptr, row, B_t, n, old, new, N)
+    first = count - count + L - (held - drop)
+    is_new = (first + j < count) & on
+    place = tl.load(order_idx + drop + L + j, mask=is_new, other=0).to(tl.int64)
+    none = first * 0
+    entries, answer = _window(
+        ring, place, tokens, strides, limits, A, D, none, first, count, on, state[0],
+        N, BLOCK_N, L, BLOCK_T, True,
+    )  # fmt: skip
+    token, wanted, C, weights, left, seen = answer
+    for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
+        p = p0 + i + tl.arange(0, SLICE)
+        h, scale = _stored(state, p, n, on, P, N)
+        if not UPDATE:
+            h, scale = _behind_ring(
+                h, scale, state, ring, order_idx, A, noise, position - L, p, held, P, N, L, BLOCK_N
+            )
+        x = _entries(x_ring, at, x_ptr, row, x_t, p, old, new, P)
+        h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
+        x = _rows(x_ptr, first + j, x_t, p, is_new, P)
+        h = k_order(h, state[0])
+        y = _outputs(h, scale, state[1], C, x, weights, left, seen, True)
+        _put(y, y_ptr, token, y_t, p, wanted, P)
         if UPDATE:
-            before, before_scale = _stored(state, p, n, on, P, N)
-        else:
-            before, before_scale = h, scale
-        x = _entries(x_ring, at, x_ptr, j - kept, x_t, p, j < kept, (j >= kept) & on, P)
-        border, border_scale = _fold(
-            before, before_scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N
-        )
-        x = _rows(x_ptr, row, x_t, p, new, P)
-        _emit(border, border_scale, state[1], x, weights, left, C, y_ptr, row, y_t, p, is_row, P)
-        if UPDATE:
-            _keep(x_ring, place, x, p, new, P)
+            _keep(x_ring, place, x, p, is_new, P)
     if UPDATE:
-        tl.store(dt_ring + place, step, mask=new & one_tile)
-        _keep(B_ring, place, B_new, n, new & one_head, N)
+        tl.store(dt_ring + place, entries[3], mask=is_new & one_tile)
+        if one_head:
+            _keep(B_ring, place, _rows(B_ptr, first + j, B_t, n, is_new, N), n, is_new, N)
 
 
 # ----------------------------------------------------------------------------------------- kernels
@@ -271,54 +354,61 @@ def _replay_chain(
     x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot, scales_slot, x_slot, dt_slot, B_slot,
     H, heads_per_group, low, high, layer,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, CROSS: tl.constexpr, UPDATE: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    DRAFTS: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to L tokens a sequence, each behind the one before it; CROSS: they may cross a border."""
+    """Up to BLOCK_T tokens a sequence, each behind the one before it; DRAFTS: more than one."""
     pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     p0, head, s = (pid % tiles * BLOCK_P).to(tl.int32), pid // tiles % H, pid // tiles // H
-    g = head // heads_per_group
+    group = head // heads_per_group
     one_tile = p0 == 0
     one_head = one_tile & (head % heads_per_group == 0)
+    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
+    limits = (tl.load(bias_ptr + head).to(tl.float32), low, high)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     p, n, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, L)
     start, count, slot, on, held, position = _sequence(
         s, cu_idx, slots_idx, counts_idx, seeds_ptr, lengths_idx
     )
-    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
-    limits = (tl.load(bias_ptr + head).to(tl.float32), low, high)
-    noise = (seeds_ptr, s, layer, head * P)
-    state_ptr += slot * state_slot + head * P * N
-    if scales_ptr is not None:
-        scales_ptr += slot * scales_slot + head * P
-    state = (state_ptr, scales_ptr)
-    x_ptr, dt_ptr = x_ptr + start * x_t + head * x_h, dt_ptr + start * dt_t + head
-    B_ptr, C_ptr = B_ptr + start * B_t + g * B_g, C_ptr + start * C_t + g * C_g
-    x_ring, dt_ring = x_ring + slot * x_slot + head * R * P, dt_ring + slot * dt_slot + head * R
-    B_ring += slot * B_slot + g * R * N
-    ring = (x_ring, dt_ring, B_ring)
+    state, ring, tokens = _head(
+        head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr, scales_ptr, x_ring,
+        dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot, scales_slot, x_slot,
+        dt_slot, B_slot, P, N, R,
+    )  # fmt: skip
+    strides, noise = (x_t, dt_t, B_t, C_t), (seeds_ptr, s, layer, head * P)
     y_ptr, y_t = y_ptr + (start * H + head) * P, H * P
     order_idx += s * R
-
-    h, scale, drop = _settled(state, ring, order_idx, A, noise, position, p0, held, on,
-                              P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
+    last = position + (L - 1)  # of the tokens of the ring's first window
+    if UPDATE:  # noqa: SIM102 (a constant)
+        if held >= L:
+            _store_border(state, ring, order_idx, A, noise, last, p0, P, N, L, BLOCK_P, BLOCK_N)
+    drop = tl.where(held >= L, L, 0)
     kept = held - drop
-    row = j - kept
-    is_row = (row >= 0) & (row < count)
-    old, new = j < kept, is_row & on
-    at = tl.load(order_idx + drop + j, mask=old | new, other=0).to(tl.int64)
-    step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits)
-    B = _entries(B_ring, at, B_ptr, row, B_t, n, old, new, N)
-    C = _rows(C_ptr, row, C_t, n, new, N)
-    x = _entries(x_ring, at, x_ptr, row, x_t, p, old, new, P)
-    weights, left = _weights(step, A, B, C, D, L)
-    _emit(h, scale, state[1], x, weights, left, C, y_ptr, row, y_t, p, is_row, P)
     if UPDATE:
-        _keep(x_ring, at, x, p, new, P)
-        tl.store(dt_ring + at, step, mask=new & one_tile)
-        _keep(B_ring, at, B, n, new & one_head, N)
-    if CROSS:  # noqa: SIM102
+        h, scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
+    filled = ((j < kept) | (j - kept < count)) & on
+    at = tl.load(order_idx + drop + j, mask=filled, other=0).to(tl.int64)
+    entries, answer = _window(
+        ring, at, tokens, strides, limits, A, D, kept, kept * 0, count, on, state_ptr,
+        N, BLOCK_N, L, BLOCK_T, DRAFTS,
+    )  # fmt: skip
+    row, old, new, step = entries
+    if UPDATE:
+        token, wanted, C, weights, left, seen = answer
+        x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
+        y = _outputs(h, scale, state[1], C, x, weights, left, seen, DRAFTS)
+        _put(y, y_ptr, token, y_t, p, wanted, P)
+        _keep(ring[0], at, x, p, new, P)
+        tl.store(ring[1] + at, step, mask=new & one_tile)
+        if one_head:
+            _keep(ring[2], at, _rows(tokens[2], row, B_t, n, new, N), n, new, N)
+    else:
+        _trial(entries, answer, state, ring, at, tokens[0], x_t, order_idx, A, noise, last, p0,
+               held, on, y_ptr, y_t, P, N, L, BLOCK_P, BLOCK_N)  # fmt: skip
+    if DRAFTS:  # noqa: SIM102
         if kept + count > L:
-            tokens, strides = (x_ptr, dt_ptr, B_ptr, C_ptr), (x_t, dt_t, B_t, C_t)
-            _beyond(h, scale, state, ring, tokens, strides, limits, order_idx, A, D, noise,
-                    position + drop + (L - 1), p0, kept, drop, count, on, y_ptr, y_t, at, step, B,
-                    one_tile, one_head, P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
+            _beyond(entries, state, ring, at, tokens, strides, limits, order_idx, A, D, noise,
+                    last + drop, p0, drop, held, count, on, y_ptr, y_t, one_tile, one_head,
+                    P, N, L, BLOCK_P, BLOCK_N, BLOCK_T, UPDATE)  # fmt: skip
