@@ -30,17 +30,17 @@ def k_order(rows, state_ptr):
 
 
 @triton.jit
-def load_rows(at, wanted, N: tl.constexpr, BLOCK_N: tl.constexpr, state_ptr):
-    """N numbers from each pointer of `at` [R] on, [R, BLOCK_N] in `k_order`; zeros where not
-    `wanted` [R] and beyond N."""
+def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, state_ptr, FULL: tl.constexpr):
+    """`width` numbers from each pointer of `at` [R] on, [R, BLOCK_N] in `k_order`; zeros where not
+    `wanted` [R] and beyond width. FULL: width is BLOCK_N or more."""
     VECTOR: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 8
     WIDE: tl.constexpr = 4 * VECTOR if 4 * VECTOR < BLOCK_N else BLOCK_N
     R: tl.constexpr = at.shape[0]
     c, i = tl.arange(0, BLOCK_N // WIDE), tl.arange(0, WIDE)
     n = c[:, None, None] * WIDE + i[None, None, :]
     mask = wanted[None, :, None]
-    if N != BLOCK_N:
-        mask = mask & (n < N)
+    if not FULL:
+        mask = mask & (n < width)
     # a lane's vector, so that four lanes share a row of a block, as in a fragment
     rows = tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 1, VECTOR]), mask=mask, other=0)
     return k_order(tl.reshape(tl.permute(rows, (1, 0, 2)), [R, BLOCK_N]), state_ptr)
@@ -90,19 +90,20 @@ def scores(B, C):
 
 
 @triton.jit
-def read_state(h, scale, scales_ptr, C):
-    """h C^T [P, T] for a stored state h [P, N], scale [P], and C [T, N] in the same order."""
+def read_state(h, C, high, low):
+    """high + low + h C^T [P, T], in two parts, for a stored state h [P, N] and C [T, N].
+
+    Each part adds up its own terms, so that columns may come a few blocks at a time."""
     if C.dtype == tl.bfloat16:
         C = tl.trans(C)
         if h.dtype == tl.bfloat16 or h.dtype == tl.int8:
-            product = tl.dot(h.to(tl.bfloat16), C, input_precision="ieee")
+            high = tl.dot(h.to(tl.bfloat16), C, acc=high, input_precision="ieee")
         else:  # y has 8 bits: 16 of the state do
-            high = leading(h.to(tl.float32))
-            low = (h.to(tl.float32) - high).to(tl.bfloat16)
-            product = tl.dot(low, C, input_precision="ieee")
-            product = tl.dot(high.to(tl.bfloat16), C, acc=product, input_precision="ieee")
+            first = leading(h.to(tl.float32))
+            rest = (h.to(tl.float32) - first).to(tl.bfloat16)
+            low = tl.dot(rest, C, acc=low, input_precision="ieee")
+            high = tl.dot(first.to(tl.bfloat16), C, acc=high, input_precision="ieee")
     else:
-        product = tl.dot(h.to(tl.float32), tl.trans(C.to(tl.float32)), input_precision="tf32x3")
-    if scales_ptr is not None:
-        product *= scale[:, None]
-    return product
+        wide = tl.trans(C.to(tl.float32))
+        high = tl.dot(h.to(tl.float32), wide, acc=high, input_precision="tf32x3")
+    return high, low

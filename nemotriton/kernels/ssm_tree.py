@@ -16,13 +16,14 @@ from nemotriton.kernels.ssm_window import (
     _behind_ring,
     _decay,
     _entries,
-    _fold,
     _head,
     _inflow,
     _keep,
     _left,
     _outputs,
     _put,
+    _read,
+    _read_border,
     _rows,
     _sequence,
     _steps,
@@ -64,8 +65,8 @@ def _tree(
     step = _steps(dt_ring, a.to(tl.int64), dt_ptr, a, dt_t, none, new, limits, on, True)
     way = tl.sum(tl.where(on_way, _decay(step, A)[:, None], 0), 0)
     way_here = _turned(way, a, t)
-    C = load_rows(C_ptr + t * C_t, (t < count) & on, N, BLOCK_N, state_ptr)
-    B = load_rows(B_ptr + a * B_t, new, N, BLOCK_N, state_ptr)
+    C = load_rows(C_ptr + t * C_t, (t < count) & on, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    B = load_rows(B_ptr + a * B_t, new, N, BLOCK_N, state_ptr, N == BLOCK_N)
     weights = scores(B, C) * step[:, None] * _left(way[None, :] - way_here[:, None])
     weights = tl.where(on_way, weights, 0.0)
     weights = tl.where(a[:, None] == t[None, :], weights + D, weights)
@@ -73,7 +74,7 @@ def _tree(
     decay = _decay(old_step, A)
     all = tl.sum(decay, 0)
     later = all - tl.cumsum(decay, 0)
-    B = load_rows(B_ring + at * N, j < kept, N, BLOCK_N, state_ptr)
+    B = load_rows(B_ring + at * N, j < kept, N, BLOCK_N, state_ptr, N == BLOCK_N)
     old_weights = scores(B, C) * old_step[:, None] * _left(later[:, None] + way[None, :])
     return step, way, C, weights, old_weights, _left(all + way)
 
@@ -87,7 +88,7 @@ def _until(
     C, weights, old_weights, left, on_way = answer
     j = tl.arange(0, L)
     x = _rows(tokens[0], a, strides[0], p, (a < count) & on, P)
-    y = _outputs(h, scale, scales_ptr, C, x, weights, left, on_way, True)
+    y = _outputs(_read(h, scale, scales_ptr, C), x, weights, left, on_way, True)
     y += weighted(_rows(ring[0], at, P, p, j < kept, P), old_weights)
     _put(y, y_ptr, t, y_t, p, wanted, P)
 
@@ -100,17 +101,15 @@ def _below(
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
     """The tokens below token b, which stands on the border, from the state behind it."""
-    x_ring, dt_ring, B_ring = ring
-    x_ptr, dt_ptr, B_ptr, _ = tokens
-    x_t, dt_t, B_t, _ = strides
-    C, weights = answer[0], answer[1]
-    n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
+    x_ring, dt_ring, _ = ring
+    x_ptr, dt_ptr, B_ptr, C_ptr = tokens
+    x_t, dt_t, B_t, C_t = strides
+    weights, j = answer[1], tl.arange(0, L)
     path = tl.sum(tl.where((t[None, :] == b) & on_way, 1, 0), 1)  # [A]: on the way to b
     stop = (path[:, None] != 0) & (here[:, None] == j[None, :])
     row = tl.sum(tl.where(stop, a[:, None], 0), 0)  # [L]: the new token at entry j
     old, new = j < kept, (j >= kept) & on
     step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, True)
-    B = _entries(B_ring, at, B_ptr, row, B_t, n, old, new, N)
     inflow, outflow = _inflow(step, A)
     under = tl.sum(tl.where((a[:, None] == b) & on_way, 1, 0), 0)  # [T]: below b
     wanted = (under != 0) & (index >= L) & (t < count)
@@ -119,17 +118,14 @@ def _below(
     weights = tl.where(seen, weights, 0.0)
     for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
         p = p0 + i + tl.arange(0, SLICE)
-        h, scale = _stored(state, p, n, on, P, N)
-        if not UPDATE:
-            h, scale = _behind_ring(
-                h, scale, state, ring, order_idx, A, noise, position - L, p, held, P, N, L, BLOCK_N
-            )
         x = _entries(x_ring, at, x_ptr, row, x_t, p, old, new, P)
-        h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
+        product = _read_border(
+            state, ring, order_idx, A, noise, position, p, held, on, x, inflow, outflow,
+            (row, old, new, step), at, B_ptr, B_t, C_ptr + t * C_t, wanted, P, N, L, BLOCK_N,
+            UPDATE,
+        )  # fmt: skip
         x = _rows(x_ptr, a, x_t, p, (a < count) & on, P)
-        h = k_order(h, state[0])
-        y = _outputs(h, scale, state[1], C, x, weights, left, seen, True)
-        _put(y, y_ptr, t, y_t, p, wanted, P)
+        _put(_outputs(product, x, weights, left, seen, True), y_ptr, t, y_t, p, wanted, P)
 
 
 @triton.jit
@@ -191,7 +187,7 @@ def _replay_tree(
             p = p0 + i + tl.arange(0, SLICE)
             h, scale = _stored(state, p, n, on, P, N)
             h, scale = _behind_ring(
-                h, scale, state, ring, order_idx, A, noise, last, p, held, P, N, L, BLOCK_N
+                h, scale, state, ring, order_idx, A, noise, last, p, n, held, P, N, L, BLOCK_N
             )
             _until(k_order(h, state[0]), scale, state[1], ring, at, tokens, strides, p, answer,
                    y_ptr, y_t, a, t, wanted, kept, count, on, P, L)  # fmt: skip

@@ -74,7 +74,7 @@ def _stored_in_order(state, p, on, P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl
     """The same with columns in the order of products."""
     state_ptr, scales_ptr = state
     wanted = on & (p < P)
-    h = load_rows(state_ptr + p * N, wanted, N, BLOCK_N, state_ptr)
+    h = load_rows(state_ptr + p * N, wanted, N, BLOCK_N, state_ptr, N == BLOCK_N)
     return h, _scale(scales_ptr, p, wanted)
 
 
@@ -170,13 +170,26 @@ def _weights(step, A, D, B, C, place):
 
 
 @triton.jit
-def _outputs(h, scale, scales_ptr, C, x, weights, left, seen, DRAFTS: tl.constexpr):
-    """y [P, T] = left h C^T + x^T weights. DRAFTS: a token may not see every entry (`seen` [L, T]),
-    and what is not finite in one that it does not see must not reach it: 0 * NaN would."""
+def _read(h, scale, scales_ptr, C):
+    """h C^T [P, T] of a stored state in the order of products, C [T, N] alike."""
+    zero = tl.zeros([h.shape[0], C.shape[0]], tl.float32)
+    high, low = read_state(h, C, zero, zero)
+    product = high + low
+    if scales_ptr is not None:
+        product *= scale[:, None]
+    return product
+
+
+@triton.jit
+def _outputs(product, x, weights, left, seen, DRAFTS: tl.constexpr):
+    """y [P, T] = left h C^T + x^T weights, with the product of the state.
+
+    DRAFTS: a token may not see every entry (`seen` [L, T]), and what is not finite in one that it
+    does not see must not reach it: 0 * NaN would."""
     sick = x.to(tl.float32) - x.to(tl.float32) != 0.0
     if DRAFTS:
         x = tl.where(sick, 0.0, x).to(x.dtype)
-    y = tl.fma(read_state(h, scale, scales_ptr, C), left[None, :], weighted(x, weights))
+    y = tl.fma(product, left[None, :], weighted(x, weights))
     if DRAFTS:
         ill = tl.dot(tl.trans(sick.to(tl.bfloat16)), seen.to(tl.bfloat16), input_precision="ieee")
         y = tl.where(ill > 0.0, float("nan"), y)
@@ -192,41 +205,62 @@ def _put(y, y_ptr, row, stride, p, wanted, P: tl.constexpr):
 
 
 @triton.jit
+def _load_part(
+    k, state, x_ring, at, p0, rows, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Part k of a state, SLICE rows by COLUMNS, and x of the ring's entries `at`."""
+    p = p0 + k // PARTS * SLICE + tl.arange(0, SLICE)
+    n = k % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+    inside = k // PARTS * SLICE < rows
+    h, scale = _stored(state, p, n, inside, P, N)
+    return h, scale, _rows(x_ring, at, P, p, inside & (tl.arange(0, L) >= 0), P)
+
+
+@triton.jit
 def _store_border(
     state, ring, order_idx, A, noise, position, p0,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the state behind the ring's first L entries, a few rows at a time, in place."""
+    """Store the state behind the ring's first L entries, a part at a time, in place.
+
+    The next part is on its way while one is computed."""
     state_ptr, scales_ptr = state
     x_ring, dt_ring, B_ring = ring
-    # what rounds by the row takes whole ones; else half of them, for the registers
+    # what rounds by the row takes whole ones; else few columns, for the registers
     WHOLE: tl.constexpr = scales_ptr is not None or noise[0] is not None or BLOCK_N < 64
-    COLUMNS: tl.constexpr = BLOCK_N if WHOLE else BLOCK_N // 2
-    PARTS: tl.constexpr = BLOCK_N // COLUMNS
+    FEW: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 2
+    PARTS: tl.constexpr = 1 if WHOLE else FEW
+    COLUMNS: tl.constexpr = BLOCK_N // PARTS
     j = tl.arange(0, L)
     at = tl.load(order_idx + j).to(tl.int64)
     inflow, left = _inflow(tl.load(dt_ring + at), A)
-    for i in range(0, (tl.minimum(P - p0, BLOCK_P) + SLICE - 1) // SLICE * PARTS):
-        p = p0 + i // PARTS * SLICE + tl.arange(0, SLICE)
-        n = i % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-        h, scale = _stored(state, p, n, True, P, N)
-        B, x = _rows(B_ring, at, N, n, j >= 0, N), _rows(x_ring, at, P, p, j >= 0, P)
+    rows = tl.minimum(P - p0, BLOCK_P)
+    h, scale, x = _load_part(0, state, x_ring, at, p0, rows, P, N, L, PARTS, COLUMNS)
+    for k in range((rows + SLICE - 1) // SLICE * PARTS):
+        next_h, next_scale, next_x = _load_part(
+            k + 1, state, x_ring, at, p0, rows, P, N, L, PARTS, COLUMNS
+        )
+        p = p0 + k // PARTS * SLICE + tl.arange(0, SLICE)
+        n = k % PARTS * COLUMNS + tl.arange(0, COLUMNS)
+        B = _rows(B_ring, at, N, n, j >= 0, N)
         h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
         h_at, in_p = state_ptr + p[:, None] * N + n[None, :], p < P
         store_state(h, scale, h_at, scales_ptr, p, in_p[:, None] & (n < N)[None, :], in_p)
+        h, scale, x = next_h, next_scale, next_x
     tl.debug_barrier()  # what other threads have written is read next
 
 
 @triton.jit
 def _behind_ring(
-    h, scale, state, ring, order_idx, A, noise, position, p, held,
+    h, scale, state, ring, order_idx, A, noise, position, p, n, held,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A stored state (h, scale), or what would be stored behind a full window of the ring."""
+    """Columns n of a stored state (h, scale), or what would be stored behind a full window of the ring."""
     if held >= L:
         x_ring, dt_ring, B_ring = ring
-        n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
+        j = tl.arange(0, L)
         at = tl.load(order_idx + j).to(tl.int64)
         inflow, left = _inflow(tl.load(dt_ring + at), A)
         x, B = _rows(x_ring, at, P, p, j >= 0, P), _rows(B_ring, at, N, n, j >= 0, N)
@@ -271,8 +305,9 @@ def _window(
     step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, DRAFTS)
     token, place = first + t, kept + t
     wanted = (token < count) & (place < L)
-    C = load_rows(C_ptr + token * C_t, wanted & on, N, BLOCK_N, state_ptr)
-    B = load_rows(_places(B_ring, at, B_ptr, row, B_t, old, N), old | new, N, BLOCK_N, state_ptr)
+    C = load_rows(C_ptr + token * C_t, wanted & on, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    begin = _places(B_ring, at, B_ptr, row, B_t, old, N)
+    B = load_rows(begin, old | new, N, BLOCK_N, state_ptr, N == BLOCK_N)
     weights, left = _weights(step, A, D, B, C, place)
     return (row, old, new, step), (token, wanted, C, weights, left, j[:, None] <= place[None, :])
 
@@ -291,12 +326,48 @@ def _trial(
         p = p0 + i + tl.arange(0, SLICE)
         h, scale = _stored(state, p, n, on, P, N)
         h, scale = _behind_ring(
-            h, scale, state, ring, order_idx, A, noise, position, p, held, P, N, L, BLOCK_N
+            h, scale, state, ring, order_idx, A, noise, position, p, n, held, P, N, L, BLOCK_N
         )
         x = _entries(ring[0], at, x_ptr, row, x_t, p, old, new, P)
-        h = k_order(h, state[0])
-        y = _outputs(h, scale, state[1], C, x, weights, left, seen, True)
+        product = _read(k_order(h, state[0]), scale, state[1], C)
+        y = _outputs(product, x, weights, left, seen, True)
         _put(y, y_ptr, token, y_t, p, wanted, P)
+
+
+@triton.jit
+def _read_border(
+    state, ring, order_idx, A, noise, position, p, held, on, x, inflow, outflow, entries, at,
+    B_ptr, B_t, C_at, answered,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
+    UPDATE: tl.constexpr,
+):  # fmt: skip
+    """h C^T [P, T] for the state of the border behind a window, rounded as it would be stored.
+
+    x [L, P] and `entries` are the window's, C_at [T] where the rows of C begin that it answers."""
+    WHOLE: tl.constexpr = state[1] is not None or noise[0] is not None or BLOCK_N < 64
+    PARTS: tl.constexpr = 1 if WHOLE or x.dtype != tl.bfloat16 else 2
+    COLUMNS: tl.constexpr = BLOCK_N // PARTS
+    row, old, new, _ = entries
+    high = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
+    low = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
+    for part in range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        h, scale = _stored(state, p, n, on, P, N)
+        if not UPDATE:
+            h, scale = _behind_ring(
+                h, scale, state, ring, order_idx, A, noise, position - L, p, n, held,
+                P, N, L, BLOCK_N,
+            )  # fmt: skip
+        B = _entries(ring[2], at, B_ptr, row, B_t, n, old, new, N)
+        h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
+        C = load_rows(
+            C_at + part * COLUMNS, answered & on, N - part * COLUMNS, COLUMNS, state[0],
+            N == BLOCK_N,
+        )  # fmt: skip
+        high, low = read_state(k_order(h, state[0]), C, high, low)
+        if state[1] is not None:  # then there is one part
+            high *= scale[:, None]
+    return high + low
 
 
 @triton.jit
@@ -310,38 +381,32 @@ def _beyond(
 
     Its state is worked out a few rows at a time, from what is stored. position: of its token."""
     x_ring, dt_ring, B_ring = ring
-    x_ptr, _, B_ptr, _ = tokens
-    x_t, _, B_t, _ = strides
+    x_ptr, _, B_ptr, C_ptr = tokens
+    x_t, _, B_t, C_t = strides
     row, old, new, step = entries
     n, j = tl.arange(0, BLOCK_N), tl.arange(0, L)
     inflow, outflow = _inflow(step, A)
-    B = _entries(B_ring, at, B_ptr, row, B_t, n, old, new, N)
-    first = count - count + L - (held - drop)
+    first = L - (held - drop)
     is_new = (first + j < count) & on
     place = tl.load(order_idx + drop + L + j, mask=is_new, other=0).to(tl.int64)
-    none = first * 0
-    entries, answer = _window(
-        ring, place, tokens, strides, limits, A, D, none, first, count, on, state[0],
+    theirs, answer = _window(
+        ring, place, tokens, strides, limits, A, D, first * 0, first, count, on, state[0],
         N, BLOCK_N, L, BLOCK_T, True,
     )  # fmt: skip
-    token, wanted, C, weights, left, seen = answer
+    token, wanted, _, weights, left, seen = answer
     for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
         p = p0 + i + tl.arange(0, SLICE)
-        h, scale = _stored(state, p, n, on, P, N)
-        if not UPDATE:
-            h, scale = _behind_ring(
-                h, scale, state, ring, order_idx, A, noise, position - L, p, held, P, N, L, BLOCK_N
-            )
         x = _entries(x_ring, at, x_ptr, row, x_t, p, old, new, P)
-        h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
+        product = _read_border(
+            state, ring, order_idx, A, noise, position, p, held, on, x, inflow, outflow, entries,
+            at, B_ptr, B_t, C_ptr + token * C_t, wanted, P, N, L, BLOCK_N, UPDATE,
+        )  # fmt: skip
         x = _rows(x_ptr, first + j, x_t, p, is_new, P)
-        h = k_order(h, state[0])
-        y = _outputs(h, scale, state[1], C, x, weights, left, seen, True)
-        _put(y, y_ptr, token, y_t, p, wanted, P)
+        _put(_outputs(product, x, weights, left, seen, True), y_ptr, token, y_t, p, wanted, P)
         if UPDATE:
             _keep(x_ring, place, x, p, is_new, P)
     if UPDATE:
-        tl.store(dt_ring + place, entries[3], mask=is_new & one_tile)
+        tl.store(dt_ring + place, theirs[3], mask=is_new & one_tile)
         if one_head:
             _keep(B_ring, place, _rows(B_ptr, first + j, B_t, n, is_new, N), n, is_new, N)
 
@@ -398,7 +463,8 @@ def _replay_chain(
     if UPDATE:
         token, wanted, C, weights, left, seen = answer
         x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
-        y = _outputs(h, scale, state[1], C, x, weights, left, seen, DRAFTS)
+        product = _read(h, scale, state[1], C)
+        y = _outputs(product, x, weights, left, seen, DRAFTS)
         _put(y, y_ptr, token, y_t, p, wanted, P)
         _keep(ring[0], at, x, p, new, P)
         tl.store(ring[1] + at, step, mask=new & one_tile)
