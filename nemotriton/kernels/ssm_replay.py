@@ -40,6 +40,7 @@ from nemotriton.kernels.op import (
     next_pow2,
     op,
 )
+from nemotriton.kernels.ssm_chain import _replay_chain
 from nemotriton.kernels.ssm_state import (
     STATE_AXES,
     StateNoise,
@@ -60,7 +61,6 @@ from nemotriton.kernels.ssm_update import (
     time_step_ref,
     unowned_state,
 )
-from nemotriton.kernels.ssm_window import _replay_chain
 
 REPLAY_INTERVAL = 16  # tokens between stored states; a window is one side of a tensor-core tile
 
@@ -333,24 +333,23 @@ def _make_ssm_replay(
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
-    """A whole head a program, its state spread over a few warps; half of it where it is fp32 and
-    little else takes registers, so that more programs wait for memory at a time."""
-    rows = min(64, max(next_pow2(case.P), 16))
-    if case.STATE == "fp32" and case.NEW == 1 and not case.TREE:
-        rows = min(rows, 32)
-    warps = 4
-    if case.STATE == "int16" or (case.STATE == "int8" and not case.TREE):
-        warps = 8 if rows == 64 else 4  # codes take registers to turn into numbers
-        rows = min(rows, 32) if case.TREE else rows
-    return Tile(BLOCK_P=rows, num_warps=warps, num_stages=1)
+    """A warp a program, whose rows fill its registers; two warps where rows are rounded whole, or
+    where a tree leaves few registers."""
+    rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
+    if case.STATE in ("fp16-sr", "int16"):
+        rows, warps = 32 if case.TREE else 64, 2
+    elif case.STATE == "fp16" and case.NEW > 1:
+        rows, warps = 64, 2
+    elif case.TREE:
+        rows = 16 if case.STATE == "fp32" else 32
+    return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
 
 
 def _tiles(case: Case) -> list[Tile]:
     return [
         Tile(BLOCK_P=p, num_warps=w, num_stages=1)
-        for p in (16, 32, 64)
-        for w in (1, 2, 4, 8)
-        if p <= max(next_pow2(case.P), 16) and 16 <= p * next_pow2(case.N) // (32 * w) <= 128
+        for p, w in ((16, 1), (32, 1), (64, 1), (32, 2), (64, 2))
+        if p <= max(next_pow2(case.P), 16)
     ]
 
 

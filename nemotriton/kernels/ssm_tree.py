@@ -26,8 +26,8 @@ from nemotriton.kernels.ssm_window import (
     _read_border,
     _rows,
     _sequence,
+    _settled,
     _steps,
-    _store_border,
     _stored,
     _stored_in_order,
 )
@@ -55,8 +55,8 @@ def _tree(
     ring, at, tokens, strides, limits, A, D, on_way, a, t, kept, count, on, state_ptr,
     N: tl.constexpr, BLOCK_N: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """Step sizes of the new tokens [A]; the decay on the way to each, in units, [T]; C; what
-    y takes of the new tokens [A, T], of the ring's entries [L, T] and of the state [T]."""
+    """Step sizes of the new tokens [A]; the decay on the way to each, in units, [T]; and (C, what
+    y takes of the new tokens [A, T], of the ring's entries [L, T] and of the state [T], on_way)."""
     _, dt_ring, B_ring = ring
     _, dt_ptr, B_ptr, C_ptr = tokens
     _, dt_t, B_t, C_t = strides
@@ -76,12 +76,12 @@ def _tree(
     later = all - tl.cumsum(decay, 0)
     B = load_rows(B_ring + at * N, j < kept, N, BLOCK_N, state_ptr, N == BLOCK_N)
     old_weights = scores(B, C) * old_step[:, None] * _left(later[:, None] + way[None, :])
-    return step, way, C, weights, old_weights, _left(all + way)
+    return step, way, (C, weights, old_weights, _left(all + way), on_way)
 
 
 @triton.jit
 def _until(
-    h, scale, scales_ptr, ring, at, tokens, strides, p, answer, y_ptr, y_t, a, t, wanted, kept,
+    h, scale, scales_ptr, ring, at, tokens, strides, p, answer, y_ptr, y_t, a, t, index, kept,
     count, on, P: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Write rows p of y up to the border, from the stored state and the ring's entries `at`."""
@@ -90,7 +90,25 @@ def _until(
     x = _rows(tokens[0], a, strides[0], p, (a < count) & on, P)
     y = _outputs(_read(h, scale, scales_ptr, C), x, weights, left, on_way, True)
     y += weighted(_rows(ring[0], at, P, p, j < kept, P), old_weights)
-    _put(y, y_ptr, t, y_t, p, wanted, P)
+    _put(y, y_ptr, t, y_t, p, (t < count) & (index < L), P)
+
+
+@triton.jit
+def _trial(
+    state, ring, at, tokens, strides, order_idx, A, noise, position, p0, held, on, answer,
+    y_ptr, y_t, a, t, index, kept, count, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The same where nothing is stored, a few rows of the state at a time."""
+    n = tl.arange(0, BLOCK_N)
+    for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
+        p = p0 + i + tl.arange(0, SLICE)
+        h, scale = _stored(state, p, n, on, P, N)
+        h, scale = _behind_ring(
+            h, scale, state, ring, order_idx, A, noise, position, p, n, held, P, N, L, BLOCK_N
+        )
+        _until(k_order(h, state[0]), scale, state[1], ring, at, tokens, strides, p, answer,
+               y_ptr, y_t, a, t, index, kept, count, on, P, L)  # fmt: skip
 
 
 @triton.jit
@@ -150,22 +168,17 @@ def _replay_tree(
     ROWS: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16  # a tensor-core tile's
     p, n, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, L)
     a, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_T)
-    start, count, slot, on, held, position = _sequence(
-        s, cu_idx, slots_idx, counts_idx, seeds_ptr, lengths_idx
-    )
-    state, ring, tokens = _head(
-        head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr, scales_ptr, x_ring,
-        dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot, scales_slot, x_slot,
-        dt_slot, B_slot, P, N, R,
-    )  # fmt: skip
+    start, count, slot, on, held, position = _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr,
+                                                       lengths_idx)  # fmt: skip
+    state, ring, tokens = _head(head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr,
+        scales_ptr, x_ring, dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot,
+        scales_slot, x_slot, dt_slot, B_slot, P, N, R)  # fmt: skip
     strides, noise = (x_t, dt_t, B_t, C_t), (seeds_ptr, s, layer, head * P)
     y_ptr, y_t = y_ptr + (start * H + head) * P, H * P
     order_idx += s * R
     last = position + (L - 1)  # of the tokens of the ring's first window
-    if UPDATE:  # noqa: SIM102 (a constant)
-        if held >= L:
-            _store_border(state, ring, order_idx, A, noise, last, p0, P, N, L, BLOCK_P, BLOCK_N)
-    drop = tl.where(held >= L, L, 0)
+    drop = _settled(state, ring, order_idx, A, noise, last, p0, held,
+                    P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
     kept = held - drop
     if UPDATE:
         h, scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
@@ -173,35 +186,24 @@ def _replay_tree(
     on_way = _ancestors(parents_idx + start, a, t, count)
     index = kept + tl.sum(on_way.to(tl.int32), 0) - 1  # the place behind the stored state
     here = _turned(index, a, t)
-    step, way, C, weights, old_weights, left = _tree(
-        ring, at, tokens, strides, limits, A, D, on_way, a, t, kept, count, on, state_ptr,
-        N, BLOCK_N, L,
-    )  # fmt: skip
-    answer = (C, weights, old_weights, left, on_way)
-    wanted = (t < count) & (index < L)
+    step, way, answer = _tree(ring, at, tokens, strides, limits, A, D, on_way, a, t, kept, count,
+                              on, state_ptr, N, BLOCK_N, L)  # fmt: skip
     if UPDATE:
-        _until(h, scale, state[1], ring, at, tokens, strides, p, answer, y_ptr, y_t, a, t, wanted,
+        _until(h, scale, state[1], ring, at, tokens, strides, p, answer, y_ptr, y_t, a, t, index,
                kept, count, on, P, L)  # fmt: skip
+        # before what is rare, for the registers
+        new = (a < count) & on
+        place = tl.load(order_idx + held + a, mask=new, other=0).to(tl.int64)
+        _keep(ring[0], place, _rows(tokens[0], a, x_t, p, new, P), p, new, P)
+        tl.store(ring[1] + place, step, mask=new & (p0 == 0))
+        if (p0 == 0) & (head % heads_per_group == 0):
+            _keep(ring[2], place, _rows(tokens[2], a, B_t, n, new, N), n, new, N)
     else:
-        for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
-            p = p0 + i + tl.arange(0, SLICE)
-            h, scale = _stored(state, p, n, on, P, N)
-            h, scale = _behind_ring(
-                h, scale, state, ring, order_idx, A, noise, last, p, n, held, P, N, L, BLOCK_N
-            )
-            _until(k_order(h, state[0]), scale, state[1], ring, at, tokens, strides, p, answer,
-                   y_ptr, y_t, a, t, wanted, kept, count, on, P, L)  # fmt: skip
+        _trial(state, ring, at, tokens, strides, order_idx, A, noise, last, p0, held, on, answer,
+               y_ptr, y_t, a, t, index, kept, count, P, N, L, BLOCK_P, BLOCK_N)  # fmt: skip
     if kept + count > L:
         for b in range(count):
             if (tl.sum(tl.where(t == b, index, 0), 0) == L - 1) & on:
                 _below(b, state, ring, at, tokens, strides, limits, order_idx, A, noise,
                        last + drop, p0, held, kept, on, a, t, index, here, way, on_way,
                        answer, y_ptr, y_t, count, P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
-    if UPDATE:
-        new = (a < count) & on
-        place = tl.load(order_idx + held + a, mask=new, other=0).to(tl.int64)
-        p = p0 + tl.arange(0, BLOCK_P)
-        _keep(ring[0], place, _rows(tokens[0], a, x_t, p, new, P), p, new, P)
-        tl.store(ring[1] + place, step, mask=new & (p0 == 0))
-        if (p0 == 0) & (head % heads_per_group == 0):
-            _keep(ring[2], place, _rows(tokens[2], a, B_t, n, new, N), n, new, N)
