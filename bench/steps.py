@@ -127,15 +127,18 @@ def steps_of(llm: LLM, drafts: int, count: int) -> Measured:
 # ------------------------------------------------------------------------------------ what it does
 @contextmanager
 def piece_by_piece(llm: LLM) -> Iterator[None]:
-    """Launch the recorded steps anew instead of replaying them."""
-    recorded = llm.runner.steps
+    """Launch the recorded steps anew instead of replaying them, one at a time."""
+    recorded, engine = llm.runner.steps, llm.engine
     assert recorded is not None
-    parts = recorded._parts
+    parts, ahead = recorded._parts, engine.run_ahead
     try:
+        engine.run_ahead = False
+        if engine._ahead is not None:
+            llm.step()
         recorded._parts = {shape: recorded._step(shape).parts() for shape in parts}
         yield
     finally:
-        recorded._parts = parts
+        recorded._parts, engine.run_ahead = parts, ahead
 
 
 def experts_seen(llm: LLM) -> float | None:

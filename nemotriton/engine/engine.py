@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemotriton.engine.depth import Depth
+from nemotriton.engine.graphs import Flight
 from nemotriton.engine.meter import DraftMeter, Meter
 from nemotriton.engine.outputs import Completion, Group
 from nemotriton.engine.prefixes import Prefixes
 from nemotriton.engine.request import Piece, Request, State, Step
-from nemotriton.engine.runner import Result, Runner
+from nemotriton.engine.runner import Result, Runner, is_foreseen
 from nemotriton.engine.sampling import SamplingParams, mix_seed
 from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import CapacityError, RequestError, require
@@ -51,7 +52,8 @@ class Engine:
     max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
     depth: decides the drafts of each step; None leaves them to the scheduler's number.
-    `prefixes` may be set, before the first request, to go on from earlier prompts.
+    `prefixes` may be set, before the first request, to go on from earlier prompts. `run_ahead`:
+    recorded steps without drafts start before the tokens of the one before them are read.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Engine:
         self._arrivals = 0
         self._cancelled: deque[str] = deque()
         self._grammars: Grammars | None = None
+        self.run_ahead = True
+        self._ahead: tuple[Step, Flight] | None = None  # started, its tokens not read
 
     # ---- prompts ------------------------------------------------------------------------------
 
@@ -282,20 +286,26 @@ class Engine:
     def step(self) -> None:
         """Run one step. If the device fails, what ran in it ends ("abort") and the error goes on.
 
-        CapacityError where device memory ran out in spite of the plan.
+        The next one may have been started when this returns (`run_ahead`). CapacityError where
+        device memory ran out in spite of the plan.
         """
         self.drop_cancelled()
         if not self.busy:
+            self.settle()
             return
         start = time.perf_counter()
         decoding = sum(r.state is State.DECODE for r in self.scheduler.running)
-        if self.depth is not None:
-            self.scheduler.drafts = self.depth.next(decoding)
-        step = self.scheduler.step()
-        self.draft_meter.propose(step)
+        step, results = Step(), []
         try:
-            results = self.runner.run(step)
+            step, flight = self._ahead or self._next(decoding)
+            self._ahead = None
+            if flight is None:
+                results = self.runner.run(step)
+            else:
+                self._run_ahead(step, flight)
+                results = self.runner.read(flight)
         except BaseException as problem:
+            self._ahead = None
             self._abort(step)
             if isinstance(problem, torch.OutOfMemoryError):
                 raise CapacityError(
@@ -308,6 +318,30 @@ class Engine:
         seconds = time.perf_counter() - start
         self.meter.count(step, new, seconds)
         self._book_drafts(step, results, decoding, seconds)
+
+    def _next(self, decoding: int) -> tuple[Step, Flight | None]:
+        """Plan the next step, and start it if that needs no waiting."""
+        if self.depth is not None:
+            self.scheduler.drafts = self.depth.next(decoding)
+        step = self.scheduler.step()
+        self.draft_meter.propose(step)
+        return step, self.runner.launch(step)
+
+    def _run_ahead(self, step: Step, flight: Flight) -> None:
+        """Start the step after one that runs, so that the device need not wait for the host to read
+        and book its tokens; not where they may decide what that step is."""
+        if not self.run_ahead or not all(is_foreseen(p.request) for p in step.decode):
+            return
+        planned = self.scheduler.ahead(step) if self.runner.drafter is None else None
+        if planned is not None:
+            following = self.runner.launch(planned, behind=flight)
+            self._ahead = None if following is None else (planned, following)
+
+    def settle(self) -> None:
+        """Wait for a step that was started and forget it; nothing that runs may be in it."""
+        if self._ahead is not None:
+            self.runner.read(self._ahead[1])
+            self._ahead = None
 
     def _book_drafts(
         self, step: Step, results: Sequence[Result], decoding: int, seconds: float
@@ -327,6 +361,8 @@ class Engine:
     def _book(self, piece: Piece, tokens: list[int] | None) -> int:
         """As `_take`; a fault in one request's text or grammar ends that request alone."""
         request = piece.request
+        if request.state is State.DONE:  # it ended while this step ran
+            return 0
         try:
             if request.fault is not None:
                 raise request.fault

@@ -29,6 +29,7 @@ from nemotriton.engine.loading import (
     random_weights,
     stored_weights,
 )
+from nemotriton.engine.meter import rate
 from nemotriton.engine.outputs import CompletionOutput, Delta, Group, RequestOutput
 from nemotriton.engine.pool import Pool
 from nemotriton.engine.precision import Dtype
@@ -328,9 +329,9 @@ class LLM:
             "preemptions": self.engine.scheduler.preemptions,
             "prompt_tokens": meter.prompt_tokens,
             "output_tokens": meter.output_tokens,
-            "prompt_tokens_per_s": _rate(meter.prompt_tokens, meter.prefill_seconds),
-            "tokens_per_s": _rate(meter.decode_tokens, meter.decode_seconds),
-            "first_token_s": _rate(meter.first_token_seconds, meter.requests),
+            "prompt_tokens_per_s": rate(meter.prompt_tokens, meter.prefill_seconds),
+            "tokens_per_s": rate(meter.decode_tokens, meter.decode_seconds),
+            "first_token_s": rate(meter.first_token_seconds, meter.requests),
             "drafts": self._draft_stats(),
             "graphs": None if self.runner.steps is None else self.runner.steps.report(),
             "memory": self.plan.parts(),
@@ -359,7 +360,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its caches; the LLM cannot be used after."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.settle()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -444,7 +447,3 @@ def _implementations(impl: Impl, device: torch.device) -> Mapping[str, str]:
         "impl='ref'.",
     )
     return forced
-
-
-def _rate(amount: float, per: float) -> float | None:
-    return amount / per if per else None

@@ -100,6 +100,29 @@ class Scheduler:
         assert step.decode or step.prefill or not self.busy
         return step
 
+    def ahead(self, step: Step) -> Step | None:
+        """The step that follows `step`, planned while that one runs; None where it cannot be known.
+
+        It can where all that run decode one token each without ending by their limit, nobody waits
+        who could start, and there are pages for all. A request that then ends by its token is in
+        the new step all the same: what it gets there is for nobody.
+        """
+        requests = [p.request for p in step.decode]
+        if step.prefill or not requests or requests != self.running or self.drafts:
+            return None
+        if any(p.count != 1 or r.limit - len(r.output) <= 1 for p, r in zip(step.decode, requests)):
+            return None
+        if self.waiting and len(self.running) < self.max_requests and self._fits(self.waiting[0]):
+            return None
+        if self.pages is not None:
+            missing = [self.pages_for(r.length + 1) - len(r.pages) for r in requests]
+            if sum(n for n in missing if n > 0) > self.pages.free:
+                return None
+            for request, count in zip(requests, missing):
+                if count > 0:
+                    request.pages += self.pages.take(count)
+        return Step(decode=[Piece(p.request, p.end, 1) for p in step.decode])
+
     def _prefill(self, request: Request, budget: int, step: Step) -> int:
         count = min(budget, len(request.prompt) - request.computed)
         step.prefill.append(Piece(request, request.computed, count))
