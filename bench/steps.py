@@ -149,23 +149,16 @@ def experts_seen(llm: LLM) -> float | None:
     if not mixers or llm.runner.steps is None:
         return None
 
-    def watched(own: Any) -> Any:
-        def route(x: torch.Tensor) -> Any:
-            routing = own(x)
-            counts.append(int((routing.offsets.diff() > 0).sum()))
-            return routing
+    def count(experts: Any, given: Any) -> None:
+        counts.append(len(given[1].ids.unique()))
 
-        return route
-
-    routes = [m.route for m in mixers]
+    hooks = [m.experts.register_forward_pre_hook(count) for m in mixers]
     try:
-        for mixer, own in zip(mixers, routes):
-            mixer.route = watched(own)  # type: ignore[method-assign]
         with piece_by_piece(llm):
             llm.step()
     finally:
-        for mixer in mixers:
-            del mixer.route
+        for hook in hooks:
+            hook.remove()
     return sum(counts) / len(counts) if counts else None
 
 

@@ -157,7 +157,8 @@ def impatient(source: str) -> list[str]:
             i
             for i, node in enumerate(function.body)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL" and not node.orelse
-            for _ in calls(node, "tl.extra.cuda.gdc_wait")
+            for call in node.body
+            if ast.unparse(call) == "tl.extra.cuda.gdc_wait()"
         ]
         if len(waits) != 1 or len(list(calls(function, "tl.extra.cuda.gdc_wait"))) != 1:
             found.append(f"{function.name}: wait once, under `if PDL:` at the top level")
@@ -177,6 +178,7 @@ def test_dependent_kernels_wait_in_every_program(path: Path) -> None:
     "body,complaint",
     [
         ("if pid > 0:\n        if PDL:\n            tl.extra.cuda.gdc_wait()", "wait once"),
+        ("if PDL:\n        if pid:\n            tl.extra.cuda.gdc_wait()", "wait once"),
         ("if PDL and SORT:\n        tl.extra.cuda.gdc_wait()", "wait once"),
         ("tl.store(y_ptr, 0)", "wait once"),
         ("tl.store(y_ptr, 0)\n    if PDL:\n        tl.extra.cuda.gdc_wait()", "before the wait"),

@@ -23,8 +23,9 @@ keeps the attribute of what it captures.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -35,6 +36,9 @@ from nemotriton.kernels.op import target
 
 _ALLOWED: ContextVar[bool] = ContextVar(
     "dependent launches", default=os.environ.get("NEMOTRITON_PDL", "1") != "0"
+)
+_FORKED: ContextVar[bool] = ContextVar(
+    "forks while capturing", default=os.environ.get("NEMOTRITON_FORK", "0") != "0"
 )
 
 
@@ -55,6 +59,42 @@ def independent() -> Iterator[None]:
         yield
     finally:
         _ALLOWED.reset(token)
+
+
+@contextlib.contextmanager
+def forked(wanted: bool = True) -> Iterator[None]:
+    """Inside the block `beside` uses a second stream, or does not."""
+    token = _FORKED.set(wanted)
+    try:
+        yield
+    finally:
+        _FORKED.reset(token)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def beside(work: Callable[[], torch.Tensor], where: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Do `work`, while a graph is captured on a second stream: what follows then runs beside it.
+
+    Returns what gives the result: call it on the same stream before anything that `work` reads is
+    freed. Between the two streams launches are plain, so call the result's reader `independent`."""
+    if not (_FORKED.get() and where.is_cuda and torch.cuda.is_current_stream_capturing()):
+        done = work()
+        return lambda: done
+    first = torch.cuda.current_stream(where.device)
+    second = _second_stream(where.device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second), independent():
+        result = work()
+
+    def join() -> torch.Tensor:
+        first.wait_stream(second)
+        return result
+
+    return join
 
 
 @triton.jit

@@ -131,6 +131,15 @@ class Linear(Matrix):
             self.repack()
             self.packed = True
 
+    def plain(self, *formats: Format) -> bool:
+        """Whether y is x times a weight in one of these formats, and its scale: nothing else."""
+        return self.storage in formats and not self.quantises and self.bias is None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The scale of an FP8 weight; None of a BF16 one."""
+        return self.weight_scale if self.storage is Format.FP8 else None
+
     def forward(
         self,
         x: torch.Tensor,
