@@ -93,7 +93,8 @@ def _enter(
         if pid < GATES:
             _ahead(gate_ptr + split * PART, pid // SPLITS * BLOCK_N, BLOCK_N, E, D, LINES)
         elif pid < GATES + LATENTS:
-            _ahead(latent_ptr, (pid - GATES) * BLOCK_N, BLOCK_N, L, D, LINES)
+            if L > 0:
+                _ahead(latent_ptr, (pid - GATES) * BLOCK_N, BLOCK_N, L, D, LINES)
         else:
             _ahead(up_ptr, (pid - GATES - LATENTS) * BLOCK_N, BLOCK_N, F, D, LINES)
         tl.extra.cuda.gdc_wait()
@@ -109,14 +110,15 @@ def _enter(
         plane = logits_ptr + split * T * E
         finish(acc, None, None, plane, t[None, :], tile * BLOCK_N + n, T, E, 0, False)
     elif pid < GATES + LATENTS:
-        tile = pid - GATES
-        acc = _product(
-            x_ptr, latent_ptr, x_stride, T, t, tile, 0, L, D, LATENT_STEPS, EVEN_K, SLICES,
-            BLOCK_T, BLOCK_N, ROW, ASM,
-        )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        finish(acc, None, None, narrow_ptr, t[None, :], tile * BLOCK_N + n, T, L, 0, False)
+        if L > 0:
+            tile = pid - GATES
+            acc = _product(
+                x_ptr, latent_ptr, x_stride, T, t, tile, 0, L, D, LATENT_STEPS, EVEN_K, SLICES,
+                BLOCK_T, BLOCK_N, ROW, ASM,
+            )  # fmt: skip
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            finish(acc, None, None, narrow_ptr, t[None, :], tile * BLOCK_N + n, T, L, 0, False)
     else:
         tile = pid - GATES - LATENTS
         acc = _product(
