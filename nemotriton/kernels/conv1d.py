@@ -204,16 +204,24 @@ def _tap(w_ptr, tap_stride, inside, back: tl.constexpr, W: tl.constexpr):
     return tl.load(w_ptr - back * tap_stride, mask=inside & (back < W), other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _put(y_ptr, mask, now, past1, past2, past3, w0, w1, w2, w3, bias):
+    """Store one row of outputs; sums run from the newest tap to the oldest, as everywhere."""
+    acc = tl.fma(past3, w3, tl.fma(past2, w2, tl.fma(past1, w1, now * w0)))
+    tl.store(y_ptr, silu(acc + bias).to(y_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _conv1d_rows(
     x_ptr, w_ptr, b_ptr, state_ptr, fresh_ptr, y_ptr, cu_idx, slots_idx,
     x_stride, y_stride, w_stride, tap_stride, slot_stride, row_stride, C, tiles,
     W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of one sequence, row after row, for a block of channels; W is at most 4.
+    """BLOCK_T tokens of one sequence, four rows a step, for a block of channels; W is at most 4.
 
-    The last rows stay in registers: each is read once, two ahead of its use. Threads keep to their
-    channels, so the order of their loads and stores is enough for the window."""
+    Each row is read once, a step ahead of its use, and the last three stay in registers. Threads
+    keep to their channels, so the order of their loads and stores is enough for the window. A pad's
+    rows, weights and bias are zeros, and so are its outputs."""
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(C, BLOCK_C)
     c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -229,40 +237,46 @@ def _conv1d_rows(
     if first >= tl.maximum(n, 1):
         return
     inside = c < C
+    live = inside & owned
     x_ptr += start * x_stride
     window = state_ptr + slot * slot_stride
+    count = tl.minimum(n - first, BLOCK_T).to(tl.int32)
+    x_at = x_ptr + first * x_stride + c
+    y_at = y_ptr + (start + first) * y_stride + c
+    row0 = tl.load(x_at, mask=live & (count > 0), other=0.0)
+    row1 = tl.load(x_at + x_stride, mask=live & (count > 1), other=0.0)
+    row2 = tl.load(x_at + 2 * x_stride, mask=live & (count > 2), other=0.0)
+    row3 = tl.load(x_at + 3 * x_stride, mask=live & (count > 3), other=0.0)
     past1 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 1, W)
     past2 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 2, W)
     past3 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 3, W)
     w_ptr += c * w_stride + (W - 1) * tap_stride
-    w0 = _tap(w_ptr, tap_stride, inside, 0, W)
-    w1 = _tap(w_ptr, tap_stride, inside, 1, W)
-    w2 = _tap(w_ptr, tap_stride, inside, 2, W)
-    w3 = _tap(w_ptr, tap_stride, inside, 3, W)
+    w0 = _tap(w_ptr, tap_stride, live, 0, W)
+    w1 = _tap(w_ptr, tap_stride, live, 1, W)
+    w2 = _tap(w_ptr, tap_stride, live, 2, W)
+    w3 = _tap(w_ptr, tap_stride, live, 3, W)
+    bias = tl.zeros([BLOCK_C], tl.float32)
     if b_ptr is not None:
-        bias = tl.load(b_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    count = tl.minimum(n - first, BLOCK_T)
-    live = inside & owned
-    x_at = x_ptr + first * x_stride + c
-    y_at = y_ptr + (start + first) * y_stride + c
-    x = tl.load(x_at, mask=live & (count > 0), other=0.0)
-    after = tl.load(x_at + x_stride, mask=live & (count > 1), other=0.0)
-    for i in range(count):
-        ahead = tl.load(x_at + 2 * x_stride, mask=live & (i + 2 < count), other=0.0)
-        now = x.to(tl.float32)
-        acc = now * w0 + past1 * w1
-        acc = acc + past2 * w2 + past3 * w3  # from the newest to the oldest, as everywhere
-        if b_ptr is not None:
-            acc += bias
-        y = tl.where(owned, silu(acc), 0.0)
-        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
-        past3 = past2
-        past2 = past1
-        past1 = now
-        x = after
-        after = ahead
-        x_at += x_stride
-        y_at += y_stride
+        bias = tl.load(b_ptr + c, mask=live, other=0.0).to(tl.float32)
+    for i in range(0, count, 4):
+        left = count - i
+        x_at += 4 * x_stride
+        next0 = tl.load(x_at, mask=live & (left > 4), other=0.0)
+        next1 = tl.load(x_at + x_stride, mask=live & (left > 5), other=0.0)
+        next2 = tl.load(x_at + 2 * x_stride, mask=live & (left > 6), other=0.0)
+        next3 = tl.load(x_at + 3 * x_stride, mask=live & (left > 7), other=0.0)
+        now0, now1 = row0.to(tl.float32), row1.to(tl.float32)
+        now2, now3 = row2.to(tl.float32), row3.to(tl.float32)
+        _put(y_at, inside, now0, past1, past2, past3, w0, w1, w2, w3, bias)
+        at = y_at + y_stride
+        _put(at, inside & (left > 1), now1, now0, past1, past2, w0, w1, w2, w3, bias)
+        at += y_stride
+        _put(at, inside & (left > 2), now2, now1, now0, past1, w0, w1, w2, w3, bias)
+        at += y_stride
+        _put(at, inside & (left > 3), now3, now2, now1, now0, w0, w1, w2, w3, bias)
+        y_at += 4 * y_stride
+        past1, past2, past3 = now3, now2, now1
+        row0, row1, row2, row3 = next0, next1, next2, next3
     if first == 0:
         _next_window(x_ptr, window, row_stride, x_stride, n, c, inside, owned, kept, W)
 

@@ -33,8 +33,12 @@ def softplus_ref(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x)."""
-    return x * tl.sigmoid(x)
+    """x * sigmoid(x), in six instructions: 1 / (1 + e) as the square of a reciprocal root.
+
+    Triton's own division costs as many again for denominators that 1 + e never takes, and the
+    convolution of a prompt is bound by them. Within 4 ulp; below -88 it is a zero."""
+    r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * r * r
 
 
 def silu_ref(x: torch.Tensor) -> torch.Tensor:
