@@ -286,6 +286,7 @@ ATTEND_PREFILL = KernelSpec(
         if m >= case.H // case.Hkv
     ],
     default=_prefill_default,
+    one_tile=True,
     cost=_prefill_cost,
     small_tokens=(0, 1, 3, 17, 70),
     per_token=("q",),

@@ -324,6 +324,7 @@ ATTEND_DECODE = KernelSpec(
     make=_make_decode,
     tiles=_tiles,
     default=_decode_default,
+    one_tile=True,
     cost=_decode_cost,
     small_tokens=(0, 1, 3, 10),
     per_token=("q",),

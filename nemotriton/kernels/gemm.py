@@ -375,6 +375,10 @@ def _suits(tile: Tile, tokens: int) -> bool:
         return stream_suits(tile, tokens)
     if tile.get("SWAP", False):
         return tile["BLOCK_T"] == max(16, next_pow2(tokens))
+    if "TMA" in tile:  # descriptors cost the host more time than fewer tokens take
+        return tokens > 512
+    if tile["SPLITS"] == 1:
+        return SWAP_TOKENS // 2 < tokens <= 512
     return tokens > (STREAM_TOKENS if tile["BLOCK_T"] == 64 else SWAP_TOKENS // 2)
 
 

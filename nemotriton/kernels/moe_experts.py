@@ -332,19 +332,25 @@ def _tiles(case: Case) -> list[Tile]:
     few = [
         Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=s)
         for m in (16, 32)
-        for n in (32, 64, 128)
-        for k in (64, 128)
+        for n, k in ((32, 128), (64, 64), (64, 128), (128, 64))
         for s in (3, 4)
     ]
     many = [
         Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=64, num_warps=w, num_stages=s)
         for m in (64, 128)
-        for n in (64, 128, 256)
+        for n in (128, 256)
         for w in (4, 8)
         for s in (3, 4)
         if m * n // w <= 4096  # 128 accumulators a lane: more spill
     ]
     return pair + few + many
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens: blocks of about an expert's rows."""
+    fits = {1: (0, 4), 16: (2, 512), 32: (256, 1024), 64: (512, 4096), 128: (1024, 1 << 20)}
+    low, high = fits[int(tile["BLOCK_M"])]
+    return low < tokens <= high
 
 
 def _default(case: Case, tokens: int) -> Tile:
@@ -398,6 +404,7 @@ RUN_EXPERTS = KernelSpec(
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768),
     make=_make,
     tiles=_tiles,
+    suits=_suits,
     default=_default,
     cost=_cost,
     per_token=("x",),

@@ -155,6 +155,7 @@ class KernelSpec:
     numbers they mean: those are what is compared, and what the oracle starts from. `arches` names
     the compute capabilities (90 is 9.0) that the kernels are written for, if not for all.
     `may_spill` names kernels whose default tile was measured to be the fastest although it spills.
+    `one_tile`: all token counts of a case take the same tile, for the batch must not change bits.
     """
 
     op: "Op[..., Any]"
@@ -177,6 +178,7 @@ class KernelSpec:
     suits: Callable[[Tile, int], bool] = lambda tile, tokens: True
     arches: Sequence[int] = ()
     may_spill: Sequence[str] = ()
+    one_tile: bool = False
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
 
