@@ -398,9 +398,8 @@ def _tiles(case: Case) -> list[Tile]:
 
 
 def _fp8_tiles(case: Case) -> list[Tile]:
-    if not case.Q:
-        return [*stream_tiles(1), *_tiles(case)]
-    return [*stream_tiles(1), *_HALVES_FP8, *map(square_tile, SQUARE_FP8), *_tiles(case)[:3]]
+    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
+    return [*stream_tiles(1), *squares, *_tiles(case)[: 3 if case.Q else None]]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
@@ -409,8 +408,7 @@ def _suits(tile: Tile, tokens: int) -> bool:
         return stream_suits(tile, tokens)
     if tokens <= 16:
         return tile["BLOCK_T"] == 16
-    least = 128 if "TMA" in tile and tokens > 256 else 64
-    return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= least
+    return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= 64
 
 
 def _spec(
