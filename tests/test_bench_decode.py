@@ -1,19 +1,23 @@
 """Benchmarks of whole models: the card, floors, and their walk through the engine, on a model and a
 device that are small; times are nobody's business here."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from bench import cost, decode, drafts, load, prefill, steps, transformers
+from bench import cost, decode, drafts, layers, load, model, prefill, rows, steps, transformers
 from bench.cost import Load, Part, Rates
 from bench.forced import Forced, expected_tokens
-from bench.models import Setup
+from bench.models import Setup, blank
 from bench.rows import Row
 from bench.steps import Span
+from nemotriton.autotune.timing import summary
 from nemotriton.engine.loading import random_weights
 from nemotriton.kernels import verify_drafts
 from nemotriton.model.config import ModelConfig
@@ -266,3 +270,68 @@ def test_transformers_takes_our_configuration() -> None:
     times = transformers.seconds(model, 8, config.vocab, 3)
     assert len(times) == 3
     assert times == sorted(times)
+
+
+# ------------------------------------------------------------------------------------------ layers
+class HostWatch:
+    """Times on the host, for a device that has no other clock."""
+
+    def capture(self, calls: Any, repeat: bool) -> Callable[[], float]:
+        def replay() -> float:
+            start = time.perf_counter()
+            for call in calls:
+                call()
+            return 1e6 * (time.perf_counter() - start)
+
+        return replay
+
+    single = capture
+
+
+def test_a_layer_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "race", lambda replays: [summary([r()]) for r in replays])
+    watch: Any = HostWatch()
+    found = rows_of(layers.measure(TINY, [1, 2], [20], 40, watch, FACTS, RATES))
+    kinds = list(dict.fromkeys(k.value for k in ModelConfig.preset("tiny").kinds))
+    assert [r["case"]["layer"] for r in found] == kinds * 3
+    assert [r["tokens"] for r in found[:: len(kinds)]] == [1, 2, 20]
+    assert all(r["us"] > 0 and r["floor_us"] > 0 and r["bytes"] > 0 for r in found)
+    assert found[0]["layers"] == ModelConfig.preset("tiny").pattern.count(kinds[0])
+
+
+# ------------------------------------------------------------------------------------- predictions
+def made_row(batch: int, launches: int, streaming: float, each: float, **more: Any) -> Row:
+    """A decode row of Nano's whose time is what the formula says."""
+    row = blank("decode", "nano-30b", "bf16", batch, "", context=1024, drafts=0)
+    row |= {"ceilings": {"copy_gbs": 4280.0, "bf16_tflops": 700.0}, "launches": launches}
+    row |= {"experts": None, "us": 1.0} | more
+    (known,) = model.known([row])
+    return row | {"us": model.Fit(streaming, each).us(known.parts, launches, known.rates)}
+
+
+def test_what_made_the_rows_is_found_again() -> None:
+    found = [made_row(n, 400 + n, 0.9, 3.5) for n in (1, 16, 64, 256)]
+    steps = model.known(found)
+    by = model.fit(steps)
+    assert by.streaming == pytest.approx(0.9)
+    assert by.launch_us == pytest.approx(3.5, rel=1e-3)
+    assert "| +0 % |" in model.held_against(steps, by).replace("-0", "+0")
+    with pytest.raises(model.BenchError, match="three measured"):
+        model.fit(steps[:2])
+
+
+def test_other_gpus_are_predictions(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for n in (1, 16, 64):
+        rows.append(made_row(n, 400, 0.9, 3.5), file)
+    done = CliRunner().invoke(
+        model.app, ["preset:nano-30b", "--quant", "bf16", "--rows", str(file), "--batch", "1,16"]
+    )
+    assert done.exit_code == 0, done.output
+    head = next(text for text in done.stdout.splitlines() if text.startswith("| sequences"))
+    assert head.count("(prediction)") == 2
+    here = Rates(4280.0, 700.0, 1300.0)
+    assert model.elsewhere(here, "H200") == here
+    there = model.elsewhere(here, "B200")
+    assert there.copy_gbs == pytest.approx(4280 * 7.7 / 4.8)
+    assert there.bf16_tflops == pytest.approx(700 * 2250 / 989)
