@@ -27,6 +27,7 @@ import triton.language as tl
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.moe_choice import expert_columns, load_bias, route_tokens
+from nemotriton.kernels.moe_route_rows import _route_rows, route_rows, row_tile, suits_rows
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -43,7 +44,8 @@ from nemotriton.kernels.order import top_indices
 
 # tokens x experts that one program holds in registers: up to here routing and sort are one launch
 ONE_PROGRAM = 8192
-SCAN_BLOCKS, SCAN_EXPERTS = 256, 8
+# up to so many programs their counts are added in blocks of (programs, experts), by warps
+SCANS = ((512, 256, 8, 4), (2**31, 1024, 4, 8))
 
 
 class Routing(NamedTuple):
@@ -250,25 +252,30 @@ def route_experts(
     out = Routing(new((T, K)), new((T, K), torch.float32), new((pairs,)), new((bounds,)))
     case = Case(E=E, K=K, G=router_groups, TG=top_groups)
     tile = ROUTE_EXPERTS.tile(T, logits, **case) if sort else _default(case, 1)
+    if "ROWS" in tile and not suits_rows(logits, case):
+        tile = _blocks_default(case, T)
     own = int(tile["BLOCK_T"]) * int(tile["BLOCKS"])
-    programs = cdiv(T, own)
-    if sort:
-        programs = max(1, programs)  # with no tokens one program still writes the offsets
-    alone = sort and programs == 1 and tile["BLOCKS"] == 1
+    programs = max(cdiv(T, own), int(sort))  # with no tokens one program still writes the offsets
+    alone = sort and programs == 1 and tile["BLOCKS"] == 1 and "ROWS" not in tile
     count = sort and not alone
     counts, totals, ranks = new((programs if count else 0, E)), new((E,)), new((T * count, K))
     pdl = dependent(logits)
     late = {"PDL": pdl, "launch_pdl": pdl}
     parts, part_stride = (logits.shape[0], logits.stride(0)) if logits.ndim == 3 else (1, 0)
-    launch(
-        _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(-2), part_stride, T,
-        scale, PARTS=parts, K=K, NORMALIZE=normalize, SORT=alone, COUNT=count,
-        **group_sizes(case), **tile, **late,
-    )  # fmt: skip
-    if count:
+    if "ROWS" in tile:
+        to = (out.ids, out.weights, ranks, counts)
+        route_rows(logits, bias, to, case, normalize, scale, tile, pdl)
+    else:
         launch(
-            _scan_counts, (cdiv(E, SCAN_EXPERTS),), counts, totals, programs, E,
-            BLOCK_B=SCAN_BLOCKS, BLOCK_E=SCAN_EXPERTS, num_warps=4, **late,
+            _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(-2), part_stride,
+            T, scale, PARTS=parts, K=K, NORMALIZE=normalize, SORT=alone, COUNT=count,
+            **group_sizes(case), **tile, **late,
+        )  # fmt: skip
+    if count:
+        block_b, block_e, warps = next(scan for most, *scan in SCANS if programs <= most)
+        launch(
+            _scan_counts, (cdiv(E, block_e),), counts, totals, programs, E,
+            BLOCK_B=block_b, BLOCK_E=block_e, num_warps=warps, **late,
         )  # fmt: skip
         launch(
             _place_pairs, (programs,), out.ids, ranks, counts, totals, out.order, out.offsets,
@@ -291,16 +298,31 @@ def _columns(case: Case) -> int:
 
 def _tiles(case: Case) -> list[Tile]:
     """A program routes BLOCKS blocks of BLOCK_T tokens; one that holds all tokens also sorts."""
-    return [
+    blocks = [
         Tile(BLOCK_T=b, BLOCKS=blocks, num_warps=w, num_stages=1)
         for b in (1, 2, 4, 8, 16)
         for w in (1, 2, 4, 8, 16)
-        for blocks in ((1, 8, 32) if b <= 2 else (1, 4))
+        for blocks in ((1, 8) if b <= 2 else (1, 4))
         if 128 <= b * _columns(case) // w <= 512 and b * _columns(case) <= ONE_PROGRAM
     ]
+    return [*blocks, *map(row_tile, (1, 2, 4, 8, 16, 32))]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if "ROWS" in tile:
+        return tokens >= 64 * int(tile["BLOCKS"])
+    return tile["BLOCK_T"] <= tokens and (tokens >= 2048 or tile["BLOCKS"] == 1)
 
 
 def _default(case: Case, tokens: int) -> Tile:
+    """From 512 tokens on a warp a token."""
+    if tokens > 512 and case.TG == case.G:
+        return row_tile(2 if tokens <= 2048 else 4 if tokens <= 8192 else 16)
+    return _blocks_default(case, tokens)
+
+
+def _blocks_default(case: Case, tokens: int) -> Tile:
     """Eight keys a lane, for more would spill; a few tokens in one program, many in many."""
     few = next_pow2(tokens) * _columns(case) <= ONE_PROGRAM // 2
     block = next_pow2(tokens) if few else 1
@@ -333,7 +355,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 ROUTE_EXPERTS = KernelSpec(
     op=route_experts,
-    kernels=(_route, _scan_counts, _place_pairs),
+    kernels=(_route, _route_rows, _scan_counts, _place_pairs),
     cases=lambda config: [
         Case(E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups)
         for m in dict.fromkeys((*config.moes, config.mtp_moe))
@@ -350,6 +372,7 @@ ROUTE_EXPERTS = KernelSpec(
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192, 65536),
     make=_make,
     tiles=_tiles,
+    suits=_suits,
     default=_default,
     cost=_cost,
     dtypes=("fp32",),
