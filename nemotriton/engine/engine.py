@@ -16,6 +16,7 @@ import torch
 
 from nemotriton.engine.depth import Depth
 from nemotriton.engine.graphs import Flight
+from nemotriton.engine.lockstep import Lead, checked
 from nemotriton.engine.meter import DraftMeter, Meter
 from nemotriton.engine.outputs import Completion, Group
 from nemotriton.engine.prefixes import Prefixes
@@ -52,8 +53,9 @@ class Engine:
     max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
     depth: decides the drafts of each step; None leaves them to the scheduler's number.
-    `prefixes` may be set, before the first request, to go on from earlier prompts. `run_ahead`:
-    recorded steps without drafts start before the tokens of the one before them are read.
+    `reuse` may be called, before the first request, to go on from earlier prompts. `run_ahead`:
+    recorded steps without drafts start before the tokens of the one before them are read. lead:
+    tells the engines of other ranks what this one does.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Engine:
         self._by_request: dict[str, tuple[Group, Completion]] = {}
         self._submitted = 0
         self._arrivals = 0
+        self.lead: Lead | None = None
         self._cancelled: deque[str] = deque()
         self._grammars: Grammars | None = None
         self.run_ahead = True
@@ -235,7 +238,15 @@ class Engine:
         self._submitted += 1
         self._arrivals += len(requests)
         self._groups[group.id] = group
+        if self.lead is not None:
+            self.lead.submit(prepared)
         return group
+
+    def reuse(self, nbytes: int) -> None:
+        """Keep up to so many bytes of what prompts leave behind, see `Prefixes`."""
+        self.prefixes = Prefixes(nbytes)
+        if self.lead is not None:
+            self.lead.reuse(nbytes)
 
     def _reuse(self, requests: Sequence[Request]) -> int:
         """Let new requests go on from an earlier prompt; the tokens that are spared. A draft block
@@ -270,11 +281,15 @@ class Engine:
 
     def drop_cancelled(self) -> None:
         """Carry out what `cancel` asked for."""
+        ended = []
         while self._cancelled:
-            group = self._groups.get(self._cancelled.popleft())
+            ended.append(self._cancelled.popleft())
+            group = self._groups.get(ended[-1])
             for completion in group.completions if group else ():
                 if completion.request.state is not State.DONE:
                     self._finish(completion.request, "abort")
+        if self.lead is not None:
+            self.lead.cancel(ended)
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -295,9 +310,13 @@ class Engine:
             return
         start = time.perf_counter()
         decoding = sum(r.state is State.DECODE for r in self.scheduler.running)
+        if self.depth is not None and self._ahead is None:
+            self.scheduler.drafts = self.depth.next(decoding)
+        if self.lead is not None:
+            self.lead.tick(self.scheduler.drafts)
         step, results = Step(), []
         try:
-            step, flight = self._ahead or self._next(decoding)
+            step, flight = self._ahead or self._next()
             self._ahead = None
             if flight is None:
                 results = self.runner.run(step)
@@ -313,16 +332,16 @@ class Engine:
                     f"max_requests or memory. ({problem})"
                 ) from problem
             raise
+        if self.lead is not None:
+            self.lead.checksum = checked(self.lead.checksum, results)
         self._keep(results)
         new = sum(self._book(piece, tokens) for piece, tokens in results)
         seconds = time.perf_counter() - start
         self.meter.count(step, new, seconds)
         self._book_drafts(step, results, decoding, seconds)
 
-    def _next(self, decoding: int) -> tuple[Step, Flight | None]:
+    def _next(self) -> tuple[Step, Flight | None]:
         """Plan the next step, and start it if that needs no waiting."""
-        if self.depth is not None:
-            self.scheduler.drafts = self.depth.next(decoding)
         step = self.scheduler.step()
         self.draft_meter.propose(step)
         return step, self.runner.launch(step)
@@ -340,6 +359,8 @@ class Engine:
     def settle(self) -> None:
         """Wait for a step that was started and forget it; nothing that runs may be in it."""
         if self._ahead is not None:
+            if self.lead is not None:
+                self.lead.settle()
             self.runner.read(self._ahead[1])
             self._ahead = None
 

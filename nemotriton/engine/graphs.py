@@ -103,10 +103,13 @@ class Direct:
 
 
 class CudaGraphs(Direct):
-    """CUDA graphs, all in one memory pool: they never run at the same time."""
+    """CUDA graphs, all in one memory pool: they never run at the same time.
 
-    def __init__(self, device: torch.device) -> None:
+    needed: a shape that cannot be recorded is an error, since other ranks do record it."""
+
+    def __init__(self, device: torch.device, needed: bool = False) -> None:
         super().__init__(device)
+        self.needed = needed
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
@@ -131,13 +134,14 @@ class CudaGraphs(Direct):
 
 
 def find_capture(
-    wanted: bool | None, device: torch.device, forced: Iterable[str]
+    wanted: bool | None, device: torch.device, forced: Iterable[str], needed: bool = False
 ) -> Capture | None:
     """What records decode steps; None runs them as they come.
 
     wanted: None is CUDA graphs on a GPU and nothing elsewhere; False on a GPU runs the same padded
     steps launch by launch, and so does True on a CPU. forced: implementations that ops are forced
-    to. UnsupportedError for graphs of PyTorch twins, which wait for the device.
+    to. needed: see CudaGraphs. UnsupportedError for graphs of PyTorch twins, which wait for the
+    device.
     """
     twins = "ref" in forced
     if device.type != "cuda":
@@ -145,7 +149,7 @@ def find_capture(
     require(not (wanted and twins), "CUDA graphs need kernels: leave out impl='ref', or graphs.")
     if twins:
         return None
-    return Direct(device) if wanted is False else CudaGraphs(device)
+    return Direct(device) if wanted is False else CudaGraphs(device, needed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +238,7 @@ class DecodeSteps:
                 if progress is not None:
                     progress(i + 1, len(shapes), f"{shape.sequences} x {shape.each}")
         except RuntimeError as problem:  # of which running out of memory is one
-            if type(self.capture) is Direct:
+            if type(self.capture) is Direct or getattr(self.capture, "needed", False):
                 raise
             self._give_up(shapes, problem)
         self.seconds = time.perf_counter() - start

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from nemotriton.engine.precision import (
     weight_notes,
 )
 from nemotriton.engine.replay import ReplayStates, find_rollback, places_for
+from nemotriton.engine.team import Team
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
 from nemotriton.kernels import StateFormat
 from nemotriton.model import checkpoint, synth
@@ -32,7 +35,9 @@ from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.packing import padding_bytes
+from nemotriton.model.parallel import ONE, Shard, local_expected
 from nemotriton.model.release_schemes import release_scheme
+from nemotriton.model.sources import fingerprint
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
 EMBEDDED_SEED = 0
@@ -49,7 +54,7 @@ class Weights:
 
     place(model, progress): writes them into the model's own tensors. directory: where tokenizer
     files may be, None for a preset. scheme: the formats of `expected`; act_quant: whether
-    activations are quantised too.
+    activations are quantised too. mark: tells other weights of the same shapes apart.
     """
 
     config: ModelConfig
@@ -59,10 +64,7 @@ class Weights:
     notes: tuple[str, ...] = ()
     scheme: QuantScheme = UNQUANTISED
     act_quant: bool = False
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes they take on the device."""
-        return sum(entry.nbytes(dtype.itemsize) for entry in self.expected.values())
+    mark: str = ""
 
 
 def stored_weights(
@@ -94,10 +96,12 @@ def stored_weights(
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
         plan.check_model(tensors)
-        checkpoint.load(source, plan, tensors.__getitem__, progress)
+        own = plan.sliced(model.shard.parts(config, plan.expected))
+        checkpoint.load(source, own, tensors.__getitem__, progress)
 
     wanted = dict(plan.expected)
-    return Weights(config, directory, wanted, place, plan.notes, plan.scheme, act_quant)
+    mark = fingerprint(source)
+    return Weights(config, directory, wanted, place, plan.notes, plan.scheme, act_quant, mark)
 
 
 def random_weights(
@@ -130,14 +134,16 @@ def random_weights(
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
         total, done = sum(t.nbytes for t in tensors.values()), 0
+        kept = model.shard.parts(config, wanted)
+        parts = {key: (wanted[key].shape, part) for key, part in kept.items()}
         for key, tensor in tensors.items():
-            synth.fill(config, {key: tensor}, seed)
+            synth.fill(config, {key: tensor}, seed, parts=parts)
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total, key)
 
     wanted = expected(config, scheme, mtp_blocks=int(drafting))
-    return Weights(config, directory, wanted, place, (), scheme, act_quant)
+    return Weights(config, directory, wanted, place, (), scheme, act_quant, f"seed {seed}")
 
 
 def embedded_weights(act_quant: bool = False, drafting: bool = False) -> Weights:
@@ -190,6 +196,47 @@ class Limits:
             raise ConfigError(f"memory={self.memory!r}: use a share of the free memory in (0, 1].")
 
 
+Recipe = Callable[[], Weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that an LLM was asked for; another process can be given it. weights: makes them."""
+
+    weights: Recipe
+    limits: Limits
+    seed: int
+    impl: str | Mapping[str, str] | None
+    adapt_drafts: bool
+    graphs: bool | None
+    tp: int = 1
+    ep: int = 1
+
+    def facts(self, weights: Weights) -> dict[str, str]:
+        """What has to be equal on all ranks, by the name that a person would look for."""
+        config = json.dumps(weights.config.to_json(), sort_keys=True)
+        formats = sorted((name, str(entry)) for name, entry in weights.expected.items())
+        asked = (replace(self.limits, device=None), self.seed, self.impl, self.graphs, self.tp)
+        return {
+            "the program": _program(),
+            "the version of torch": torch.__version__,
+            "config.json": _letters(config),
+            "the formats of the weights": _letters(repr((formats, weights.act_quant))),
+            "the mark of the weights": weights.mark,
+            "the options": _letters(repr((*asked, self.adapt_drafts))),
+        }
+
+
+def _letters(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _program() -> str:
+    """Of the package's own files."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _letters("".join(file.read_text(encoding="utf-8") for file in files))
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A model on its device with its caches, ready to run; notes: what runs in which format."""
@@ -208,12 +255,16 @@ def place(
     limits: Limits,
     progress: Progress | None = None,
     capture: Capture | None = None,
+    team: Team | None = None,
 ) -> Placed:
     """Plan, then build, fill and allocate; CapacityError before anything is loaded.
 
-    capture: what will record decode steps, which need a page of their own.
+    capture: what will record decode steps, which need a page of their own. team: the processes
+    that share the model, of which each makes its part.
     """
-    config = weights.config
+    whole, shard = weights.config, team.shard if team is not None else ONE
+    config = shard.local(whole)
+    own = local_expected(weights.expected, shard.parts(whole, weights.expected))
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
     states = find_state_format(limits.state_dtype, config)
@@ -238,11 +289,13 @@ def place(
     plan = make_plan(
         config,
         wishes,
-        weights=weights.nbytes(dtype) + padding_bytes(weights.expected, act_quant, dtype, device),
-        available=int(limits.memory * devices.free_memory(device)),
-        where=f"{devices.info(device).name} (memory={limits.memory:g})",
+        weights=sum(entry.nbytes(dtype.itemsize) for entry in own.values())
+        + padding_bytes(own, act_quant, dtype, device),
+        available=_available(limits, device, team),
+        where=f"{'each ' * (shard.ranks > 1)}{devices.info(device).name} "
+        f"(memory={limits.memory:g})",
     )
-    model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
+    model = NemotronH(config, dtype, device, scheme, act_quant, drafts > 0, shard)
     weights.place(model, progress)
     model.prepare()
     caches = make_caches(
@@ -252,9 +305,27 @@ def place(
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *packing_notes(model),
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
-        *state_notes(limits.state_dtype, config, states),
+        *state_notes(limits.state_dtype, whole, states),
+        *_rank_notes(shard, plan),
     )
     return Placed(model, caches, plan, piece, device, dtype, notes)
+
+
+def _available(limits: Limits, device: torch.device, team: Team | None) -> int:
+    """Bytes to plan with: what the rank with least has, for all plan alike."""
+    own = int(limits.memory * devices.free_memory(device))
+    if team is None:
+        return own
+    return team.least(own if device.type == "cuda" else own // team.shard.ranks)
+
+
+def _rank_notes(shard: Shard, plan: CachePlan) -> list[str]:
+    if shard.ranks == 1:
+        return []
+    return [
+        f"{shard.ranks} ranks, tp={shard.tp} ep={shard.ep}; each holds {plan.weights / 2**20:,.1f} "
+        "MiB of weights, and the memory of one is shown"
+    ]
 
 
 def make_caches(

@@ -37,6 +37,8 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 kv_dtype=machine.kv_dtype,
                 rollback=machine.rollback,
                 act_quant=machine.act_quant,
+                tp=machine.tp,
+                ep=machine.ep,
                 progress=progress,
                 recording=progress.graphs,
             )
@@ -58,6 +60,8 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 kv_dtype=machine.kv_dtype,
                 rollback=machine.rollback,
                 act_quant=machine.act_quant,
+                tp=machine.tp,
+                ep=machine.ep,
                 revision=source.revision,
                 offline=source.offline,
                 progress=progress,

@@ -280,3 +280,19 @@ Rollback = Annotated[
         default="auto",
     ),
 ]
+Tp = Annotated[
+    int,
+    _option(
+        *(_MACHINE, "--tp"),
+        help="GPUs that share every layer; started here, or by torchrun.",
+        default="1",
+    ),
+]
+Ep = Annotated[
+    int,
+    _option(
+        *(_MACHINE, "--ep"),
+        help="The same, but routed experts stay whole, so many groups of them: tp * ep GPUs.",
+        default="1",
+    ),
+]

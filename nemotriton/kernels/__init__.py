@@ -35,7 +35,12 @@ from nemotriton.kernels.moe_experts_quant import (
     run_experts_nvfp4_ref,
 )
 from nemotriton.kernels.moe_few import enter_moe, enter_moe_ref, share_expert, share_expert_ref
-from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
+from nemotriton.kernels.moe_route import (
+    OwnRouting,
+    Routing,
+    route_experts,
+    route_experts_ref,
+)
 from nemotriton.kernels.numerics import philox_ref
 from nemotriton.kernels.quantize import (
     quantize_fp8,
@@ -95,6 +100,7 @@ __all__ = [
     "REPLAY_INTERVAL",
     "STATE_FORMATS",
     "Logprobs",
+    "OwnRouting",
     "Routing",
     "StateFormat",
     "StateNoise",

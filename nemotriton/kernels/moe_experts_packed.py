@@ -33,7 +33,7 @@ from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of
 from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
-from nemotriton.kernels.moe_route import Routing, sort_pairs_ref
+from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
     Args,
@@ -109,7 +109,7 @@ def run_experts_packed(
     plan = _Plan(tile, x, width)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
-    parts = torch.empty((P, plan.split, L), dtype=kept, device=x.device)
+    parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
     chosen = {"K": K, "BLOCK_J": next_pow2(K)}
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)

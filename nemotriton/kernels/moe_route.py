@@ -62,6 +62,26 @@ class Routing(NamedTuple):
     offsets: torch.Tensor
 
 
+class OwnRouting(Routing):
+    """A routing over some of the experts: pairs of others have the id -1 and stand before the
+    first offset or behind the last; their part of a token's sum is zero."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, whole: Routing, first: int, end: int) -> "OwnRouting":
+        """What of `whole` concerns the experts first .. end - 1, numbered from 0."""
+        ids = torch.where((whole.ids >= first) & (whole.ids < end), whole.ids - first, -1)
+        return cls(ids, whole.weights, whole.order, whole.offsets[first : end + 1])
+
+
+def pair_rows(routing: Routing, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scratch for the experts' results, a row a pair; zeros where no expert may write a row."""
+    ids = routing.ids
+    make = torch.zeros if isinstance(routing, OwnRouting) else torch.empty
+    return make((ids.numel(), *shape), dtype=dtype, device=ids.device)
+
+
 # ---------------------------------------------------------------------------------- route_experts
 def route_experts_ref(
     logits: torch.Tensor,

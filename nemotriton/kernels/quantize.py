@@ -98,7 +98,7 @@ def _round_rows(
     if order_idx is not None:
         pair = tl.load(order_idx + i).to(tl.int64)
         expert = tl.load(ids_idx + pair).to(tl.int64)
-        scale = tl.load(scale_ptr + expert)
+        scale = tl.load(scale_ptr + tl.maximum(expert, 0))  # -1: a row that nobody reads
         x_ptr += pair // K * x_stride
     else:
         scale = tl.load(scale_ptr)

@@ -310,8 +310,10 @@ class MoeMixer(nn.Module):
         super().__init__()
         self.moe = moe
         width, latent = config.width, moe.latent or config.width
+        self.shard = scope.shard
         self.gate = Gate(moe.experts, width, scope.device)
-        self.experts = Experts(moe.experts, moe.width, latent, scope.at("experts"))
+        held = moe.experts // self.shard.ep
+        self.experts = Experts(held, moe.width, latent, scope.at("experts"))
         bias, shared = config.mlp_bias, scope.at("shared_experts")
         self.shared_experts = (
             MlpMixer(width, moe.shared_width, shared, bias) if moe.shared_width else None
@@ -340,8 +342,10 @@ class MoeMixer(nn.Module):
     def _choose(self, logits: torch.Tensor) -> Any:
         bias, m = self.gate.e_score_correction_bias, self.moe
         groups = (m.router_groups, m.top_groups, m.normalize, m.scale)
-        sort = not (self.experts.packed and logits.shape[-2] * m.top_k <= UNSORTED_PAIRS)
-        return route_experts(logits, bias, m.top_k, *groups, sort=sort)
+        few = self.experts.packed and logits.shape[-2] * m.top_k <= UNSORTED_PAIRS
+        sort = self.shard.ep > 1 or not few
+        routing = route_experts(logits, bias, m.top_k, *groups, sort=sort)
+        return self.shard.own_routing(routing, m.experts)
 
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
         """The shared expert's y is rounded before the sum where there is a latent projection, the
@@ -360,6 +364,8 @@ class MoeMixer(nn.Module):
         self, routed: torch.Tensor, shared: Callable[[], torch.Tensor] | None
     ) -> torch.Tensor:
         assert self.fc2_latent_proj is not None
+        if self.fc2_latent_proj.quantises:  # of rounded parts the sum would be another
+            routed = self.shard.add_once(routed)
         if shared is None:
             return self.fc2_latent_proj(routed)
         return self.fc2_latent_proj(routed, epilogue="residual", residual=shared())
@@ -379,7 +385,8 @@ class MoeMixer(nn.Module):
         up, down = shared.up_proj, shared.down_proj
         narrow = None if latent is None else latent.weight
         logits, routed, hidden = enter_moe(x, self.gate.weight, narrow, up.weight, up.scale)
-        if latent is None or not self.experts.packed or not down.plain(Format.BF16, Format.FP8):
+        alone = latent is None or not self.experts.packed or self.shard.ep > 1
+        if alone or not down.plain(Format.BF16, Format.FP8):
             routing = self._choose(logits)
             if routed is None:
                 return down(hidden, "residual", self.experts(x, routing))

@@ -20,6 +20,7 @@ from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Linear, RMSNorm, Scope
 from nemotriton.model.mixers import make_mixer
+from nemotriton.model.parallel import ONE, Shard
 from nemotriton.model.training import train_mixer
 
 
@@ -55,11 +56,12 @@ class MtpBlock(nn.Module):
         device: torch.device,
         scheme: QuantScheme = UNQUANTISED,
         act_quant: bool = False,
+        shard: Shard = ONE,
     ) -> None:
         super().__init__()
         assert config.mtp is not None
-        self.dtype = dtype
-        scope = Scope(dtype, device, scheme, act_quant, "mtp.layers")
+        self.dtype, self.shard = dtype, shard
+        scope = Scope(dtype, device, scheme, act_quant, "mtp.layers", shard)
         counts = {
             LayerKind.MAMBA: len(config.mamba_layers),
             LayerKind.ATTENTION: len(config.attention_layers),
@@ -100,7 +102,7 @@ class MtpBlock(nn.Module):
                 x = layer.norm(residual)
             else:
                 x, residual = layer.norm.add(delta, residual)
-            delta = layer.mixer(x, batch, caches)
+            delta = self.shard.add(layer.mixer(x, batch, caches))
         last: Any = self.steps[-1]
         assert delta is not None
         return last.final_layernorm.add(delta, residual)[0]

@@ -1,0 +1,271 @@
+"""How a model is cut over several GPUs: which part a rank holds, and how parts are added up.
+
+tp * ep ranks. Routed experts lie in `ep` groups, whole ones, and each group is cut in `tp` by the
+experts' inner width; everything else is cut in tp * ep:
+
+    embedding, head   rows of the vocabulary; rows looked up are added up, logits are joined
+    M                 groups and their heads: z, x, B, C and dt of the in-projection each on their
+                      own, conv channels with them; then columns of the out-projection
+    *                 query heads, KV heads with them; a KV head is on several ranks where there are
+                      more ranks than KV heads; then columns of o_proj
+    -                 rows of up_proj, columns of down_proj
+    E                 shared expert as an MLP; router and both latent projections are on every rank
+
+A mixer so gives a part of its output, and one sum over the ranks a mixer makes it whole. The latent
+up-projection is linear, so it is applied to each rank's part, which saves a second sum at the price
+of reading a small matrix on every rank. Groups of 16 that share an NVFP4 scale are never cut, and
+layouts of one architecture are made after the cut, from whole parts.
+
+The matrices of one kernel are so those of a smaller model (`Shard.local`), and one rank is the
+plain case: all of it is the identity then. Sources: Megatron-LM (arXiv 1909.08053) for rows after
+columns, and the public engines' treatment of this family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemotriton.errors import ConfigError, require
+from nemotriton.kernels import OwnRouting, Routing
+from nemotriton.model.config import ModelConfig, MoeConfig
+from nemotriton.model.expected import Expected, Role
+from nemotriton.model.formats import NVFP4_GROUP
+from nemotriton.model.load_plan import Part
+
+_ROWS = ("up_proj", "q_proj", "k_proj", "v_proj", "in_proj", "conv1d", "lm_head", "embeddings")
+_COLUMNS = ("down_proj", "o_proj", "out_proj")
+_HEADS = ("A_log", "D", "dt_bias")
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank of tp * ep; ranks of one group of experts are neighbours."""
+
+    rank: int = 0
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep"):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(is_count, f"{name}={value!r}: use a number >= 1.", ConfigError)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.tp * self.ep
+
+    # ---- sizes --------------------------------------------------------------------------------
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The smaller model that this rank runs; vocabulary and number of experts stay those of
+        the whole. ConfigError for sizes that cannot be cut."""
+        if self.ranks == 1:
+            return config
+        n, m, a = self.ranks, config.mamba, config.attention
+        _even(config.vocab, n, "vocab_size")
+        if m is not None:
+            groups = _even(m.groups, n, "n_groups")
+            m = replace(m, heads=m.heads // n, groups=groups)
+        if a is not None:
+            heads = _even(a.heads, n, "num_attention_heads")
+            if n % a.kv_heads and a.kv_heads % n:
+                raise _uncut("num_key_value_heads", a.kv_heads, n)
+            a = replace(a, heads=heads, kv_heads=max(1, a.kv_heads // n))
+        return replace(
+            config,
+            mamba=m,
+            attention=a,
+            mlp_widths=tuple(_even(width, n, "intermediate_size") for width in config.mlp_widths),
+            moes=tuple(moe and self._local_moe(moe) for moe in config.moes),
+            mtp_moe=config.mtp_moe and self._local_moe(config.mtp_moe),
+            mtp_mlp_width=_even(config.mtp_mlp_width, n, "intermediate_size"),
+        )
+
+    def _local_moe(self, moe: MoeConfig) -> MoeConfig:
+        _even(moe.experts, self.ep, "n_routed_experts", "ep")
+        return replace(
+            moe,
+            width=_even(moe.width, self.tp, "moe_intermediate_size", "tp"),
+            shared_width=_even(moe.shared_width, self.ranks, "moe_shared_expert_intermediate_size"),
+        )
+
+    def own(self, count: int) -> Range:
+        """This rank's of `count` things of which every rank has as many."""
+        each = count // self.ranks
+        return self.rank * each, (self.rank + 1) * each
+
+    def own_experts(self, experts: int) -> Range:
+        """This rank's routed experts."""
+        each = experts // self.ep
+        first = self.rank // self.tp * each
+        return first, first + each
+
+    # ---- weights ------------------------------------------------------------------------------
+
+    def parts(
+        self, config: ModelConfig, wanted: Mapping[str, Expected]
+    ) -> dict[str, tuple[Part, ...]]:
+        """What of each destination of the whole model this rank keeps; those it keeps whole are
+        not named. ConfigError where a group of NVFP4 would be cut."""
+        if self.ranks == 1:
+            return {}
+        self.local(config)  # refuses what cannot be cut
+        found = {name: self._parts(config, name, entry) for name, entry in wanted.items()}
+        return {name: parts for name, parts in found.items() if parts}
+
+    def _parts(self, config: ModelConfig, name: str, entry: Expected) -> tuple[Part, ...]:
+        module, _, last = name.rpartition(".")
+        tail = module.rpartition(".")[2]
+        if last in _HEADS:
+            return (Part(0, (self.own(entry.shape[0]),)),)
+        if name.endswith(".mixer.norm.weight"):  # the gated norm of a Mamba mixer
+            return (Part(0, (self.own(entry.shape[0]),)),)
+        if tail not in (*_ROWS, *_COLUMNS):
+            return ()
+        lead: tuple[Part, ...] = ()
+        if entry.experts and self.ep > 1:
+            lead = (Part(0, (self.own_experts(entry.experts),)),)
+        if entry.role is Role.SCALE:
+            return lead
+        if tail in _ROWS:
+            dim = 1 if entry.experts else 0
+            ranges = self._rows(config, tail, entry, entry.shape[dim])
+            return (*lead, *((Part(dim, ranges),) if ranges else ()))
+        if last == "bias":  # added to the sum once, see `keeps_bias`
+            return ()
+        return (*lead, *self._columns(name, entry))
+
+    def _rows(
+        self, config: ModelConfig, tail: str, entry: Expected, rows: int
+    ) -> tuple[Range, ...]:
+        """This rank's rows of a matrix, bias or convolution with `rows` of them."""
+        m, a = config.mamba, config.attention
+        if entry.experts:
+            return self._inner(rows)
+        if tail in ("k_proj", "v_proj"):
+            assert a is not None
+            each = max(1, a.kv_heads // self.ranks) * a.head_dim
+            first = self.rank * a.kv_heads // self.ranks * a.head_dim
+            return ((first, first + each),)
+        if tail not in ("in_proj", "conv1d"):
+            return (self.own(rows),)
+        assert m is not None
+        shared = m.groups * m.state
+        sizes = [m.inner, shared, shared]  # x, B, C
+        if tail == "in_proj":
+            sizes = [m.inner, *sizes, m.heads]
+        ranges, start = [], 0
+        for size in sizes:
+            first, end = self.own(size)
+            ranges.append((start + first, start + end))
+            start += size
+        return tuple(ranges)
+
+    def _inner(self, width: int) -> tuple[Range, ...]:
+        """The part of the routed experts' inner width."""
+        if self.tp == 1:
+            return ()
+        each, at = width // self.tp, self.rank % self.tp
+        return ((at * each, (at + 1) * each),)
+
+    def _columns(self, name: str, entry: Expected) -> tuple[Part, ...]:
+        columns = entry.shape[-1] * entry.columns
+        ranges = self._inner(columns) if entry.experts else (self.own(columns),)
+        if entry.columns > 1:
+            for first, end in ranges:
+                require(
+                    first % NVFP4_GROUP == 0 and end % NVFP4_GROUP == 0,
+                    f"{name} would be cut at column {first if first % NVFP4_GROUP else end}, inside"
+                    f" a group of {NVFP4_GROUP} that shares a scale: use another tp"
+                    + (", or ep." if entry.experts else "."),
+                    ConfigError,
+                )
+        stored = tuple((first // entry.columns, end // entry.columns) for first, end in ranges)
+        return (Part(len(entry.shape) - 1, stored),) if stored else ()
+
+    def keeps_bias(self, name: str) -> bool:
+        """False for a bias that another rank adds to the sum."""
+        module, _, last = name.rpartition(".")
+        return not (self.rank and last == "bias" and module.endswith(_COLUMNS))
+
+    # ---- sums over the ranks ------------------------------------------------------------------
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, of one shape; in place where there are several."""
+        if self.ranks > 1:
+            dist.all_reduce(part)
+        return part
+
+    def add_once(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts on the first rank, and zeros on the others."""
+        if self.ranks > 1:
+            dist.all_reduce(part)
+            part.mul_(self.rank == 0)
+        return part
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' columns [R, n] side by side, [R, n * ranks]."""
+        if self.ranks == 1:
+            return part
+        rows, columns = part.shape
+        out = part.new_empty((self.ranks * rows, columns))
+        # one operation under the name that this torch has for it
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(out, part.contiguous())
+        return out.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def embed(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Rows of the whole embedding [V, D], of which `weight` holds this rank's."""
+        if self.ranks == 1:
+            return nn.functional.embedding(ids, weight)
+        at = ids - self.rank * weight.shape[0]
+        held = (at >= 0) & (at < weight.shape[0])
+        rows = nn.functional.embedding(torch.where(held, at, 0), weight)
+        return self.add(rows.mul_(held[..., None]))
+
+    def own_routing(self, routing: Routing, experts: int) -> Routing:
+        """What of a routing over all experts concerns this rank's."""
+        if self.ep == 1:
+            return routing
+        return OwnRouting.of(routing, *self.own_experts(experts))
+
+
+ONE = Shard()
+
+
+def local_expected(
+    wanted: Mapping[str, Expected], parts: Mapping[str, tuple[Part, ...]]
+) -> dict[str, Expected]:
+    """The destinations of a rank, in the shapes that it keeps."""
+    found = dict(wanted)
+    for name, kept in parts.items():
+        entry = wanted[name]
+        shape, experts = list(entry.shape), entry.experts
+        for part in kept:
+            shape[part.dim] = sum(end - start for start, end in part.ranges)
+        if experts:
+            experts = shape[0]
+        found[name] = replace(entry, shape=tuple(shape), experts=experts)
+    return found
+
+
+def _even(count: int, parts: int, name: str, option: str = "tp * ep") -> int:
+    if count % parts:
+        raise _uncut(name, count, parts, option)
+    return count // parts
+
+
+def _uncut(name: str, count: int, parts: int, option: str = "tp * ep") -> ConfigError:
+    return ConfigError(
+        f"{name} is {count}, which cannot be cut for {option} = {parts}: use a number of GPUs that "
+        f"divides it{' (routed experts may be cut by ep= instead)' if option == 'tp' else ''}."
+    )
