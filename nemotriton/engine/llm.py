@@ -176,10 +176,12 @@ class LLM:
                     self._open(work, None, None)
                     follow(self, team)
         except BaseException:
+            if team is not None and not team.leads:
+                team.leave(1)
             self.close()
             raise
         if team is not None and not team.leads:
-            team.leave()
+            team.leave(0)
 
     def _open(self, work: Work, progress: Progress | None, recording: Progress | None) -> None:
         team, weights, limits = self._team, work.weights(), work.limits

@@ -264,7 +264,8 @@ def place(
     """
     whole, shard = weights.config, team.shard if team is not None else ONE
     config = shard.local(whole)
-    own = local_expected(weights.expected, shard.parts(whole, weights.expected))
+    last = replace(shard, rank=shard.ranks - 1)  # who holds most; all plan as it does
+    own = local_expected(weights.expected, last.parts(whole, weights.expected))
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
     states = find_state_format(limits.state_dtype, config)
@@ -287,7 +288,7 @@ def place(
     more = (spare, graphs, states.row_bytes(0), places)
     wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
-        config,
+        last.local(whole),
         wishes,
         weights=sum(entry.nbytes(dtype.itemsize) for entry in own.values())
         + padding_bytes(own, act_quant, dtype, device),

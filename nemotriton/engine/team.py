@@ -8,6 +8,7 @@ GPUs and gloo between CPUs; what rank 0 tells the others goes through gloo.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import subprocess
@@ -25,6 +26,7 @@ from nemotriton.engine.watch import Watch, end_all, ending
 from nemotriton.errors import ConfigError, NemotritonError, RankError, require
 from nemotriton.model.parallel import Shard
 
+log = logging.getLogger(__name__)
 _START = timedelta(seconds=120)  # until all have come
 _PATIENCE = timedelta(days=20)  # of one who waits for the next step; `Watch` knows who has gone
 _HEAD = 4096  # bytes of the first part of what is told
@@ -142,11 +144,16 @@ class Team:
 
     # ---- life ---------------------------------------------------------------------------------
 
-    def leave(self) -> NoReturn:
-        """End a process that was let go; what the device is at does not keep it."""
+    def leave(self, code: int) -> NoReturn:
+        """End a process other than rank 0's; what its device is at does not keep it.
+
+        Why it failed is rank 0's to say; the log has the rest."""
+        if code:
+            log.debug("rank %d failed", self.shard.rank, exc_info=True)
+            self._watch.end()
         self._watch.stop()
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(code)
 
     def close(self, farewell: object = None) -> None:
         """Let the others go, rank 0 with a last word; again does nothing."""
@@ -187,6 +194,11 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     require(not launched or world == ranks, _NO_RANKS.format(ranks=ranks, world=world), ConfigError)
     if ranks == 1:
         return None
+    require(
+        not dist.is_initialized(),
+        "this process is in a group of torch.distributed already, as of another LLM with several "
+        "ranks: close that first.",
+    )
     host_of: dist.Store | None = None
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if launched else ranks
     place = _device(device, int(os.environ.get("LOCAL_RANK", "0")), local_ranks)

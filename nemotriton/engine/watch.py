@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -97,8 +97,12 @@ class Watch:
             except Exception:
                 fault = "rank 0 has gone, and with it what the ranks tell each other"
             if fault is not None and not self._ending.is_set():
-                self._end(fault)
-                return
+                self._learn(fault)
+                with contextlib.suppress(Exception):
+                    self._release()
+                if self.rank == 0 and self._back.wait(_GRACE):
+                    return  # the main thread tells it
+                self.end()
 
     def _look(self) -> str | None:
         if self._store.check(["fault"]):
@@ -128,14 +132,11 @@ class Watch:
             self._fault = message
             self._known.set()
 
-    def _end(self, fault: str) -> None:
-        self._learn(fault)
-        with contextlib.suppress(Exception):
-            self._release()
+    def end(self) -> NoReturn:
+        """End the process because of the fault, and say so where nobody else can."""
+        fault = self._fault or ""
         if self.rank and self._parent is None:
             time.sleep(_GRACE)  # a launcher ends all once one has ended: rank 0 is to speak first
-        if self.rank == 0 and self._back.wait(_GRACE):
-            return  # the main thread tells it
         if self.rank == 0 or (self.rank == 1 and fault.startswith("rank 0 has gone")):
             print(f"error: {fault}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -14,7 +14,8 @@ experts' inner width; everything else is cut in tp * ep:
 A mixer so gives a part of its output, and one sum over the ranks a mixer makes it whole. The latent
 up-projection is linear, so it is applied to each rank's part, which saves a second sum at the price
 of reading a small matrix on every rank. Groups of 16 that share an NVFP4 scale are never cut, and
-layouts of one architecture are made after the cut, from whole parts.
+layouts of one architecture are made after the cut, from whole parts. Widths are cut in groups, so
+the last rank may hold a little more.
 
 The matrices of one kernel are so those of a smaller model (`Shard.local`), and one rank is the
 plain case: all of it is the identity then. Sources: Megatron-LM (arXiv 1909.08053) for rows after
@@ -84,24 +85,32 @@ class Shard:
             config,
             mamba=m,
             attention=a,
-            mlp_widths=tuple(_even(width, n, "intermediate_size") for width in config.mlp_widths),
+            mlp_widths=tuple(_size(self.own_width(width)) for width in config.mlp_widths),
             moes=tuple(moe and self._local_moe(moe) for moe in config.moes),
             mtp_moe=config.mtp_moe and self._local_moe(config.mtp_moe),
-            mtp_mlp_width=_even(config.mtp_mlp_width, n, "intermediate_size"),
+            mtp_mlp_width=_size(self.own_width(config.mtp_mlp_width)),
         )
 
     def _local_moe(self, moe: MoeConfig) -> MoeConfig:
         _even(moe.experts, self.ep, "n_routed_experts", "ep")
         return replace(
             moe,
-            width=_even(moe.width, self.tp, "moe_intermediate_size", "tp"),
-            shared_width=_even(moe.shared_width, self.ranks, "moe_shared_expert_intermediate_size"),
+            width=_size(self.own_inner(moe.width)),
+            shared_width=_size(self.own_width(moe.shared_width)),
         )
 
     def own(self, count: int) -> Range:
         """This rank's of `count` things of which every rank has as many."""
         each = count // self.ranks
         return self.rank * each, (self.rank + 1) * each
+
+    def own_width(self, width: int) -> Range:
+        """This rank's of the inner columns of an MLP."""
+        return _share(width, self.ranks, self.rank)
+
+    def own_inner(self, width: int) -> Range:
+        """This rank's of the inner columns of its routed experts."""
+        return _share(width, self.tp, self.rank % self.tp)
 
     def own_experts(self, experts: int) -> Range:
         """This rank's routed experts."""
@@ -142,7 +151,7 @@ class Shard:
             return (*lead, *((Part(dim, ranges),) if ranges else ()))
         if last == "bias":  # added to the sum once, see `keeps_bias`
             return ()
-        return (*lead, *self._columns(name, entry))
+        return (*lead, *self._columns(tail, name, entry))
 
     def _rows(
         self, config: ModelConfig, tail: str, entry: Expected, rows: int
@@ -150,7 +159,9 @@ class Shard:
         """This rank's rows of a matrix, bias or convolution with `rows` of them."""
         m, a = config.mamba, config.attention
         if entry.experts:
-            return self._inner(rows)
+            return (self.own_inner(rows),) if self.tp > 1 else ()
+        if tail == "up_proj":
+            return (self.own_width(rows),)
         if tail in ("k_proj", "v_proj"):
             assert a is not None
             each = max(1, a.kv_heads // self.ranks) * a.head_dim
@@ -170,27 +181,21 @@ class Shard:
             start += size
         return tuple(ranges)
 
-    def _inner(self, width: int) -> tuple[Range, ...]:
-        """The part of the routed experts' inner width."""
-        if self.tp == 1:
-            return ()
-        each, at = width // self.tp, self.rank % self.tp
-        return ((at * each, (at + 1) * each),)
-
-    def _columns(self, name: str, entry: Expected) -> tuple[Part, ...]:
+    def _columns(self, tail: str, name: str, entry: Expected) -> tuple[Part, ...]:
         columns = entry.shape[-1] * entry.columns
-        ranges = self._inner(columns) if entry.experts else (self.own(columns),)
+        if entry.experts and self.tp == 1:
+            return ()
+        first, end = self.own(columns)
+        if tail == "down_proj":
+            first, end = self.own_inner(columns) if entry.experts else self.own_width(columns)
         if entry.columns > 1:
-            for first, end in ranges:
-                require(
-                    first % NVFP4_GROUP == 0 and end % NVFP4_GROUP == 0,
-                    f"{name} would be cut at column {first if first % NVFP4_GROUP else end}, inside"
-                    f" a group of {NVFP4_GROUP} that shares a scale: use another tp"
-                    + (", or ep." if entry.experts else "."),
-                    ConfigError,
-                )
-        stored = tuple((first // entry.columns, end // entry.columns) for first, end in ranges)
-        return (Part(len(entry.shape) - 1, stored),) if stored else ()
+            require(
+                first % NVFP4_GROUP == 0 and end % NVFP4_GROUP == 0,
+                f"{name} would be cut at column {first if first % NVFP4_GROUP else end}, inside a "
+                f"group of {NVFP4_GROUP} that shares a scale: use fewer ranks.",
+                ConfigError,
+            )
+        return (Part(len(entry.shape) - 1, ((first // entry.columns, end // entry.columns),)),)
 
     def keeps_bias(self, name: str) -> bool:
         """False for a bias that another rank adds to the sum."""
@@ -258,6 +263,19 @@ def local_expected(
     return found
 
 
+def _share(width: int, parts: int, index: int) -> Range:
+    """Part `index` of a width, in whole groups of NVFP4; the last part is the largest."""
+    unit = NVFP4_GROUP if width % NVFP4_GROUP == 0 else 1
+    units = width // unit
+    if width and units < parts:
+        raise _uncut("a width", width, parts)
+    return index * units // parts * unit, (index + 1) * units // parts * unit
+
+
+def _size(part: Range) -> int:
+    return part[1] - part[0]
+
+
 def _even(count: int, parts: int, name: str, option: str = "tp * ep") -> int:
     if count % parts:
         raise _uncut(name, count, parts, option)
@@ -267,5 +285,5 @@ def _even(count: int, parts: int, name: str, option: str = "tp * ep") -> int:
 def _uncut(name: str, count: int, parts: int, option: str = "tp * ep") -> ConfigError:
     return ConfigError(
         f"{name} is {count}, which cannot be cut for {option} = {parts}: use a number of GPUs that "
-        f"divides it{' (routed experts may be cut by ep= instead)' if option == 'tp' else ''}."
+        "divides it."
     )
