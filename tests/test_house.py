@@ -24,7 +24,7 @@ ORDER = [
     ["errors"],
     ["device"],
     ["autotune.cache"],
-    ["kernels.stub_driver"],
+    ["kernels.stub_driver", "kernels.fixed_order"],
     ["kernels.op"],
     ["kernels.numerics"],
     ["kernels.*"],

@@ -35,6 +35,7 @@ def assemble(
             page_size=runner.page_size,
             max_requests=plan.max_requests,
             prefill_piece=placed.prefill_piece,
+            grain=placed.grain,
         ),
         tokenizer,
         max_context=plan.max_context,

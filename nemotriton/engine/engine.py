@@ -268,6 +268,8 @@ class Engine:
             ends = request.state is State.PREFILL and piece.end == len(prompt)
             if self.prefixes is None or not ends or tokens is None or prompt in self.prefixes:
                 continue
+            if piece.end % self.scheduler.grain:  # a longer prompt has no border there
+                continue
             pages = request.pages[: self.scheduler.pages_for(piece.end)]
             saved = self.runner.snapshot(pages, request.slot)
             self.prefixes.keep(prompt, saved, saved.nbytes)

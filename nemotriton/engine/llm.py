@@ -41,6 +41,7 @@ from nemotriton.engine.runner import Runner
 from nemotriton.engine.sampling import Logprob, SamplingParams
 from nemotriton.engine.team import open_team
 from nemotriton.errors import RankError, RequestError, require
+from nemotriton.kernels.fixed_order import DECODE, fixed_order
 from nemotriton.kernels.op import use
 from nemotriton.text.chat import ChatPrompt, chat_prompt
 from nemotriton.text.generation_config import GenerationConfig
@@ -70,9 +71,10 @@ class LLM:
     see `find_rollback`. graphs: record decode steps as CUDA graphs; None where there is a GPU.
     tp, ep: number of GPUs, tp * ep, see `model.parallel`; all but the first are run by processes
     that this one starts, or that torchrun has started: those end here, with the first.
-    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. progress:
-    called with (bytes done, bytes in all, tensor) while weights load. recording: called with
-    (shapes done, in all, what) while decode steps are recorded.
+    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. invariant: a
+    token's bits depend on its sequence alone, see `kernels.fixed_order`. progress: called with
+    (bytes done, bytes in all, tensor) while weights load. recording: called with (shapes done, in
+    all, what) while decode steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -92,6 +94,7 @@ class LLM:
         graphs: bool | None = None,
         seed: int = 0,
         impl: Impl = None,
+        invariant: bool = False,
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
@@ -106,7 +109,7 @@ class LLM:
     ) -> None:
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback, invariant)
         drafting = shape is not None
         weights: Recipe = partial(embedded_weights, act_quant, drafting)
         if model is not None:
@@ -133,6 +136,7 @@ class LLM:
         adapt_drafts: bool = True,
         graphs: bool | None = None,
         impl: Impl = None,
+        invariant: bool = False,
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
@@ -150,7 +154,7 @@ class LLM:
         """
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback, invariant)
         cut = (layers, width_scale, quant, act_quant, shape is not None)
         weights = partial(random_weights, preset, seed, *cut)
         llm = cls.__new__(cls)
@@ -192,7 +196,7 @@ class LLM:
         self.directory = weights.directory
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
         self.default_params = default_params(GenerationConfig.read(weights.directory))
-        device = find_device(limits.device)
+        device, self.invariant = find_device(limits.device), limits.invariant
         self._impl = implementations(work.impl, device)
         capture = find_capture(work.graphs, device, self._impl.values(), team is not None)
         placed = place(weights, limits, progress, capture, team)
@@ -328,6 +332,7 @@ class LLM:
         return {
             "requests": meter.requests,
             "steps": meter.steps,
+            "invariant": self.invariant,
             "preemptions": self.engine.scheduler.preemptions,
             "prompt_tokens": meter.prompt_tokens,
             "output_tokens": meter.output_tokens,
@@ -424,7 +429,7 @@ class LLM:
     def _on_device(self) -> Iterator[None]:
         on_gpu = self.device.type == "cuda"
         current = torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext()
-        with current, use(self._impl):
+        with current, use(self._impl), fixed_order(DECODE if self.invariant else None):
             yield
 
     def _cancel(self, groups: Sequence[Group]) -> None:

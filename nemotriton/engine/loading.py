@@ -185,6 +185,7 @@ class Limits:
     memory: float
     kv_dtype: str | None = None
     rollback: str | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_requests", "prefill_piece"):
@@ -245,6 +246,7 @@ class Placed:
     caches: Caches
     plan: CachePlan
     prefill_piece: int
+    grain: int  # prompts are cut at multiples of it
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...]
@@ -263,6 +265,10 @@ def place(
     that share the model, of which each makes its part.
     """
     whole, shard = weights.config, team.shard if team is not None else ONE
+    require(
+        shard.ranks == 1 or not limits.invariant,
+        "invariant=True is for one GPU: sums over several depend on how many rows they are of.",
+    )
     config = shard.local(whole)
     last = replace(shard, rank=shard.ranks - 1)  # who holds most; all plan as it does
     own = local_expected(weights.expected, last.parts(whole, weights.expected))
@@ -278,12 +284,13 @@ def place(
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
+    piece, grain = find_grain(piece, config, states, limits.invariant)
     items = (dtype.itemsize, states.dtype.itemsize, kv_dtype.itemsize)
     drafts = len(limits.shape or ())
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    rollback = find_rollback(limits.rollback, limits.shape, device)
+    rollback = find_rollback(limits.rollback, limits.shape, device, limits.invariant)
     places = places_for(limits.shape) if rollback == "replay" else 0
     more = (spare, graphs, states.row_bytes(0), places)
     wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
@@ -309,7 +316,21 @@ def place(
         *state_notes(limits.state_dtype, whole, states),
         *_rank_notes(shard, plan),
     )
-    return Placed(model, caches, plan, piece, device, dtype, notes)
+    return Placed(model, caches, plan, piece, grain, device, dtype, notes)
+
+
+def find_grain(
+    piece: int, config: ModelConfig, states: StateFormat, invariant: bool
+) -> tuple[int, int]:
+    """Prompt tokens a step, and the tokens of which the pieces of a prompt are multiples.
+
+    The invariant mode cuts prompts on their own grid of SSD chunks. A state in fewer than 32 bits
+    is rounded where a piece ends: there all pieces but the last are of the one size."""
+    if not invariant or config.mamba is None:
+        return piece, 1
+    chunk = config.mamba.chunk
+    piece = max(piece - piece % chunk, chunk)
+    return piece, chunk if states.dtype == torch.float32 else piece
 
 
 def _available(limits: Limits, device: torch.device, team: Team | None) -> int:

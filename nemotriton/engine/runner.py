@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from nemotriton.engine.graphs import Capture, DecodeSteps, Flight
 from nemotriton.engine.request import Move, Piece, Request, Step
 from nemotriton.engine.sampler import Sampler, describe, is_plain
 from nemotriton.kernels import Verdict, verify_drafts
+from nemotriton.kernels.fixed_order import PREFILL, fixed_order, phase
 
 Result = tuple[Piece, list[int] | None]
 
@@ -149,8 +150,20 @@ class Runner:
         """The step's pieces, each with its new tokens; None where the model gave no usable logits.
 
         A decode piece has its accepted drafts and one token more. Logprobs, prompt logprobs and
-        kept logits are appended to the requests.
+        kept logits are appended to the requests. In the invariant mode prompts and decode rows,
+        which are summed in different orders, go through the model one after the other.
         """
+        if phase() is None:
+            return self._run(step)
+        found, rest = [], step
+        if step.decode:
+            found, rest = self._run(replace(step, prefill=[])), Step(prefill=step.prefill)
+        if step.prefill:
+            with fixed_order(PREFILL):
+                found += self._run(rest)
+        return found
+
+    def _run(self, step: Step) -> list[Result]:
         shape = self.steps.shape_of(step, self.drafter) if self.steps is not None else None
         if self.steps is not None and (shape is None or step.restores):
             self.steps.settle(step)

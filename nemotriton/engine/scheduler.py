@@ -24,8 +24,9 @@ class Scheduler:
     """Plans steps and keeps the books of pages and slots.
 
     pages: None without attention layers. slots: None without Mamba layers. prefill_piece: prompt
-    tokens a step, of all requests together, >= 1. The cycle is `add`, `step`, the forward pass by
-    whoever runs it, then `advance` for every piece of the step.
+    tokens a step, of all requests together, >= 1. grain: all pieces of a prompt but the last end at
+    multiples of it; prefill_piece is one. The cycle is `add`, `step`, the forward pass by whoever
+    runs it, then `advance` for every piece of the step.
     """
 
     def __init__(
@@ -36,13 +37,16 @@ class Scheduler:
         page_size: int,
         max_requests: int,
         prefill_piece: int,
+        grain: int = 1,
     ) -> None:
-        assert min(page_size, max_requests, prefill_piece) >= 1
+        assert min(page_size, max_requests, prefill_piece, grain) >= 1
+        assert prefill_piece % grain == 0
         self.pages = pages
         self.slots = slots
         self.page_size = page_size
         self.max_requests = max_requests
         self.prefill_piece = prefill_piece
+        self.grain = grain
         self.drafts = 0  # wanted behind the last token of every request that decodes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -92,7 +96,7 @@ class Scheduler:
             count = request.length - request.computed + request.drafts
             step.decode.append(Piece(request, request.computed, count))
         for request in self.running:
-            if request.state is State.PREFILL and budget:
+            if request.state is State.PREFILL and self._piece(request, budget):
                 budget -= self._prefill(request, budget, step)
         # Whoever was just preempted waits first in line and does not fit (its pages went to an
         # older request), so no step saves and restores.
@@ -123,8 +127,15 @@ class Scheduler:
                     request.pages += self.pages.take(count)
         return Step(decode=[Piece(p.request, p.end, 1) for p in step.decode])
 
+    def _piece(self, request: Request, budget: int) -> int:
+        """Tokens of the request's next piece; 0 where the budget holds none."""
+        left = len(request.prompt) - request.computed
+        if left <= budget:
+            return left
+        return budget - (request.computed + budget) % self.grain
+
     def _prefill(self, request: Request, budget: int, step: Step) -> int:
-        count = min(budget, len(request.prompt) - request.computed)
+        count = self._piece(request, budget)
         step.prefill.append(Piece(request, request.computed, count))
         return count
 
@@ -176,7 +187,8 @@ class Scheduler:
         """Start or resume waiting requests in order, as long as the next one fits."""
         while self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            if not (budget or request.prefilled) or not self._fits(request):
+            starts = request.prefilled or self._piece(request, budget)
+            if not starts or not self._fits(request):
                 return
             self.waiting.popleft()
             self.running.append(request)

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
-from nemotriton.kernels.attention import attend_paged_ref
+from nemotriton.kernels.attention import attend_alone_ref, attend_paged_ref
+from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
     INTERPRET,
     Args,
@@ -222,6 +223,8 @@ def attend_decode(
         f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
     )
     splits, rows = most_splits(max_length, target), min(int(tile["BLOCK_M"]), rows)
+    if phase() is not None:  # a lower block would be multiplied by other instructions
+        rows = int(tile["BLOCK_M"])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
     stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
@@ -304,6 +307,18 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     return base.but(SPLITS=64, num_warps=8 if case.tree else 4)
 
 
+def _order(tile: Tile) -> tuple[int | bool, ...]:
+    """What decides the order of a query's sums."""
+    return tuple(tile[name] for name in ("BLOCK_M", "BLOCK_N", "SPLITS", "num_warps"))
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """The invariant mode's: one for all numbers of drafts, trees too."""
+    if "fp32" in case:
+        return fp32_tile(case).but(SPLITS=64)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64, PDL=False)
+
+
 ATTEND_DECODE = KernelSpec(
     op=attend_decode,
     kernels=(_attend_split, _merge_splits),
@@ -325,6 +340,7 @@ ATTEND_DECODE = KernelSpec(
     tiles=_tiles,
     default=_decode_default,
     one_tile=True,
+    fixed=FixedOrder(_order, _fixed, twin=attend_alone_ref),
     cost=_decode_cost,
     small_tokens=(0, 1, 3, 10),
     per_token=("q",),

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.conv1d_rows import _conv1d_rows
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.numerics import silu, silu_ref
 from nemotriton.kernels.op import (
     Args,
@@ -337,6 +338,7 @@ CAUSAL_CONV1D = KernelSpec(
     tiles=_prefill_tiles,
     suits=_prefill_suits,
     default=_prefill_default,
+    fixed=UNORDERED,
     cost=lambda case, T, dtype: Cost(
         (2 * case.W + 4) * T * case.C, (2 * T + case.W) * case.C * dtype.itemsize
     ),

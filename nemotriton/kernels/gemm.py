@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels import fixed_order
+from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
@@ -163,7 +165,7 @@ def matmul(
     ieee = wide and not parts_of_w
     tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(wide))
     if ieee and ("STREAM" in tile or tile["BLOCK_T"] > IEEE_ROWS):
-        tile = _ieee_tile(Case(N=N, K=K), T)
+        tile = _ieee_tile(Case(N=N, K=K), 1 if fixed_order.phase() else T)
     squared = epilogue == "relu2"
     if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
         form = stream if "STREAM" in tile else square
@@ -399,6 +401,9 @@ MATMUL = KernelSpec(
     tiles=_tiles,
     suits=_suits,
     default=_default,
+    fixed=fixed_order.FixedOrder(
+        product_order, fixed_matmul, twin=fixed_order.ByRow(matmul_ref, fixed_order.LINEAR_ROWS)
+    ),
     cost=_cost,
     small_tokens=(0, 1, 3, 17, 130),
     per_token=("x",),

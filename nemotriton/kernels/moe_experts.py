@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
+from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_experts
 from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import (
@@ -411,6 +413,7 @@ RUN_EXPERTS = KernelSpec(
     tiles=_tiles,
     suits=_suits,
     default=_default,
+    fixed=FixedOrder(experts_order, fixed_experts, twin=by_token(run_experts_ref)),
     cost=_cost,
     per_token=("x",),
     strided=("x",),

@@ -28,10 +28,12 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import DECODE, FixedOrder, phase
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
 from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of, unpack_hopper
 from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
+from nemotriton.kernels.moe_fixed import by_token
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
 from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
@@ -129,7 +131,9 @@ def run_experts_packed(
     )  # fmt: skip
     count = K * plan.split
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
-    while T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
+    if phase() == DECODE:  # the order of the sum depends on it
+        block_l = min(block_l, 64)
+    while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
         block_l //= 2
     launch(
         _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
@@ -317,6 +321,26 @@ def _default(case: Case, tokens: int) -> Tile:
     return _tile(_M128W, _M64, narrow=True)
 
 
+def _order(tile: Tile) -> Any:
+    """What decides the order of all three sums: by mma.sync or wgmma, whose positions of columns
+    differ, parts of the second product, and what they are rounded to."""
+    mma = int(tile["UP_WARPS"]) < 4, int(tile["DOWN_WARPS"]) < 4
+    return *mma, tile["SPLIT"], tile["NARROW"], tile["UP_K"], tile["DOWN_K"]
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """Generated tokens by mma.sync in three parts, which one token wants; prompts by wgmma."""
+    pairs, per_expert = tokens * case.K, tokens * case.K / case.E
+    if phase == DECODE:
+        down = _TWO if case.F % 128 else _ONE
+        if pairs <= 384:
+            few = 0 if pairs <= 48 else 1 if tokens <= 8 and pairs <= 192 else 2
+            return _tile(_TWO, down, 3, blocks=few)
+        return _tile(_WIDE, down if per_expert <= 3 else _DEEP, 3)
+    size = _M16 if per_expert <= 14 else _M32 if per_expert <= 30 else _M64W
+    return _tile(size, size, narrow=True)
+
+
 def _cases(config: Any) -> list[Case]:
     """O: whether a latent projection in front of the experts gives x in order."""
     return [
@@ -355,6 +379,7 @@ RUN_EXPERTS_PACKED = KernelSpec(
     make=_make,
     tiles=_tiles,
     default=_default,
+    fixed=FixedOrder(_order, _fixed, twin=by_token(run_experts_packed_ref)),
     cost=RUN_EXPERTS_NVFP4.cost,
     per_token=("x",),
     strided=("x",),

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
@@ -32,6 +33,7 @@ from nemotriton.kernels.fp4 import (
 )
 from nemotriton.kernels.gemm_quant import X_DTYPES, random_fp8, random_nvfp4
 from nemotriton.kernels.moe_experts import RUN_EXPERTS, _combine, _find_block, most_blocks
+from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_quantised
 from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
 from nemotriton.kernels.numerics import relu2, relu2_ref
 from nemotriton.kernels.op import (
@@ -436,6 +438,7 @@ def _spec(wrapper: Any, fp4: bool) -> KernelSpec:
         make=_maker(fp4),
         tiles=_tiles,
         default=_default,
+        fixed=FixedOrder(experts_order, fixed_quantised, twin=by_token(wrapper.ref)),
         cost=cost,
         per_token=("x",),
         strided=("x",),

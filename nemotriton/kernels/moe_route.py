@@ -26,6 +26,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import UNORDERED, per_row
 from nemotriton.kernels.moe_choice import expert_columns, load_bias, route_tokens
 from nemotriton.kernels.moe_route_rows import _route_rows, route_rows, row_tile, suits_rows
 from nemotriton.kernels.op import (
@@ -97,7 +98,7 @@ def route_experts_ref(
     E = _check(logits, bias, top_k, router_groups, top_groups)
     if logits.ndim == 3:
         logits = functools.reduce(torch.add, logits)
-    score = torch.sigmoid(logits.double())
+    score = per_row(torch.sigmoid, logits.double())
     choice = score.float().detach()
     if bias is not None:
         choice = choice + bias.float()
@@ -375,6 +376,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 ROUTE_EXPERTS = KernelSpec(
     op=route_experts,
+    fixed=UNORDERED,  # K scores add up without rounding in fp64, within 2^24 of each other
     kernels=(_route, _route_rows, _scan_counts, _place_pairs),
     cases=lambda config: [
         Case(E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups)

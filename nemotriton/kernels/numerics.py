@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.fixed_order import per_row
+
 # above this softplus(x) is x to the last bit of fp32, and exp would only come nearer to overflow
 SOFTPLUS_LINEAR = tl.constexpr(20.0)
 WORD = 2**32 - 1  # all bits of a random word
@@ -28,7 +30,8 @@ def softplus(x):
 
 def softplus_ref(x: torch.Tensor) -> torch.Tensor:
     """Twin of `softplus`."""
-    return torch.nn.functional.softplus(x, threshold=SOFTPLUS_LINEAR.value)
+    linear = SOFTPLUS_LINEAR.value
+    return per_row(lambda x: torch.nn.functional.softplus(x, threshold=linear), x)
 
 
 @triton.jit
@@ -43,7 +46,7 @@ def silu(x):
 
 def silu_ref(x: torch.Tensor) -> torch.Tensor:
     """Twin of `silu`."""
-    return torch.nn.functional.silu(x)
+    return per_row(torch.nn.functional.silu, x)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -394,6 +395,7 @@ SSM_REPLAY = KernelSpec(
     make=_make_ssm_replay,
     tiles=_tiles,
     default=_default_tile,
+    fixed=FixedOrder(blind={"NEW": 4, "TREE": 1}),
     cost=_cost,
     mutates=("state", "scales", "x_ring", "dt_ring", "B_ring"),
     meaning=meant,
