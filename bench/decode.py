@@ -22,6 +22,7 @@ from bench.cli import Out, application, need_gpu, run
 from bench.cost import Load, Part
 from bench.models import (
     Acceptance,
+    Invariant,
     KvDtype,
     Layers,
     Model,
@@ -157,12 +158,14 @@ def main(
     each: Annotated[int, typer.Option("--steps", help="Steps behind each number.")] = 30,
     rate: Annotated[float | None, typer.Option(help="TB/s; default: measured here.")] = None,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs.")] = True,
+    invariant: Invariant = False,
     out: Out = None,
 ) -> None:
     """The card, then measured steps; without a GPU the card alone, at --rate or 4.28 TB/s."""
     if not synthetic:
         raise typer.BadParameter("only random weights are measured: add --synthetic")
-    setup = Setup(model, quant, layers, acceptance, state_dtype, kv_dtype, rollback)
+    how = (acceptance, state_dtype, kv_dtype, rollback)
+    setup = Setup(model, quant, layers, *how, invariant=invariant)
     on_gpu = torch.cuda.is_available()
     facts = facts_here(rate) if on_gpu else None
     copy = facts.ceilings.copy_gbs if facts is not None else 1e3 * (rate or 4.28)

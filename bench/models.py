@@ -32,6 +32,7 @@ Acceptance = Annotated[
 StateDtype = Annotated[str | None, typer.Option(help="As in generate.")]
 KvDtype = Annotated[str | None, typer.Option(help="As in generate.")]
 Rollback = Annotated[str | None, typer.Option(help="As in generate.")]
+Invariant = Annotated[bool, typer.Option("--invariant", help="As in generate.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Setup:
     kv_dtype: str | None = None
     rollback: str | None = None
     device: str | None = None
+    invariant: bool = False
 
     def weights(self, drafts: int) -> Weights:
         return random_weights(self.model, 0, self.layers, None, self.quant, False, drafts > 0)
@@ -61,7 +63,7 @@ class Setup:
             "rollback": self.rollback,
         }
         given = [f" --{name} {value}" for name, value in named.items() if value is not None]
-        return f"{self.model} --synthetic" + "".join(given)
+        return f"{self.model} --synthetic" + "".join(given) + " --invariant" * self.invariant
 
     @contextlib.contextmanager
     def started(
@@ -98,6 +100,7 @@ class Setup:
                 kv_dtype=self.kv_dtype,
                 rollback=self.rollback,
                 device=self.device,
+                invariant=self.invariant,
             )
             stack.callback(llm.close)
             steps.noise(llm)

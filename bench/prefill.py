@@ -19,6 +19,7 @@ from bench import cost, rows, steps
 from bench.cli import Out, application, need_gpu, run
 from bench.cost import Load, Part, Rates
 from bench.models import (
+    Invariant,
     KvDtype,
     Layers,
     Model,
@@ -165,13 +166,15 @@ def main(
     repeat: Annotated[int, typer.Option(help="Prompts of each length.")] = 3,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
+    invariant: Invariant = False,
     out: Out = None,
 ) -> None:
     """Time from a prompt's submission to its first token, against the floor."""
     if not synthetic:
         raise typer.BadParameter("only random weights are measured: add --synthetic")
     need_gpu()
-    setup = Setup(model, quant, layers, state_dtype=state_dtype, kv_dtype=kv_dtype)
+    how = (None, state_dtype, kv_dtype)
+    setup = Setup(model, quant, layers, *how, invariant=invariant)
     facts = facts_here()
     rates = rates_here(facts)
     for row in measure(setup, numbers(tokens), facts, rates, piece, repeat):

@@ -114,17 +114,16 @@ def check(found: Sequence[Trace], want: Sequence[Trace], wanted: Sequence[Wish])
     assert not wrong, f"{len(wrong)} of {len(found)} differ: " + "; ".join(wrong[:8])
 
 
-def chance(llm: LLM, want: Sequence[Trace], seed: int) -> Callable[[int], None]:
-    """For `before`: drafts of a random number a step, right up to a random depth; pages come and
-    go, so that requests are preempted."""
+def chance(llm: LLM, want: Sequence[Trace], seed: int, stub: bool = True) -> Callable[[int], None]:
+    """For `before`: a random number of drafts a step; pages come and go, so that requests are
+    preempted. stub: most drafts are right up to a random depth."""
     rng, engine = random.Random(seed), llm.engine
     taken: list[int] = []
-    if engine.runner.drafter is not None:
-        engine.depth = None
-        drafter, stub = engine.runner.drafter, stubbed(engine, lambda n, depth: depth <= n * 7 % 5)
-        own = drafter.propose
-        truth = stub.truth
-        plain = stub.propose
+    engine.depth = None
+    if engine.runner.drafter is not None and stub:
+        own = engine.runner.drafter.propose
+        made = stubbed(engine, lambda n, depth: depth <= n * 7 % 5)
+        truth, plain = made.truth, made.propose
 
         def propose(pieces: Sequence[Piece]) -> Tensor:
             for p in pieces:  # submitted in the order of `want`, but for what ran before
@@ -132,7 +131,7 @@ def chance(llm: LLM, want: Sequence[Trace], seed: int) -> Callable[[int], None]:
             return plain(pieces) if rng.random() < 0.7 else own(pieces)
 
         first = engine._submitted
-        stub.propose = propose  # type: ignore[method-assign]
+        made.propose = propose  # type: ignore[method-assign]
 
     def before(step: int) -> None:
         scheduler, pages = engine.scheduler, engine.scheduler.pages

@@ -272,6 +272,13 @@ Graphs = Annotated[
         default="--graphs on a GPU",
     ),
 ]
+Invariant = Annotated[
+    bool,
+    _option(
+        *(_MACHINE, "--invariant"),
+        help="The same bits whatever runs beside a request and however its work is cut; slower.",
+    ),
+]
 Rollback = Annotated[
     str | None,
     _option(

@@ -31,6 +31,7 @@ _HINTS: dict[str, tuple[Any, object]] = {
     "adapt_drafts": (o.AdaptDrafts, True),
     "graphs": (o.Graphs, None),
     "rollback": (o.Rollback, None),
+    "invariant": (o.Invariant, False),
 }
 
 

@@ -68,7 +68,7 @@ class Source:
 class Machine:
     """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
 
-    drafts, tree, adapt_drafts, graphs, rollback, tp, ep: see `LLM`.
+    drafts, tree, adapt_drafts, graphs, rollback, tp, ep, invariant: see `LLM`.
     """
 
     device: str | None
@@ -87,6 +87,7 @@ class Machine:
     rollback: str | None = None
     tp: int = 1
     ep: int = 1
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:

@@ -217,14 +217,12 @@ def attend_decode(
         "tree": int(parents is not None),
     }
     tile = ATTEND_DECODE.tile(T, q, **axes)
-    target, rows = int(tile["SPLITS"]), max(16, next_pow2(max_new * group))
+    target, rows = int(tile["SPLITS"]), max(_fewest_rows(tile), next_pow2(max_new * group))
     require(
         max_new <= target * GRAIN,
         f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
     )
     splits, rows = most_splits(max_length, target), min(int(tile["BLOCK_M"]), rows)
-    if phase() is not None:  # a lower block would be multiplied by other instructions
-        rows = int(tile["BLOCK_M"])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
     stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
@@ -245,6 +243,11 @@ def attend_decode(
         PDL=pdl, launch_pdl=pdl, num_warps=4 if target <= 64 else 8,
     )  # fmt: skip
     return out
+
+
+def _fewest_rows(tile: Tile) -> int:
+    """Rows of a block, however few there are: lower ones are multiplied by other instructions."""
+    return 16 if phase() is None else int(tile["BLOCK_M"])
 
 
 def _decode_plan(case: Case, T: int) -> list[tuple[int, int]]:

@@ -129,8 +129,9 @@ LINEAR_ROWS = {"x": row_of, "residual": row_of}
 
 
 def per_row(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), elementwise, of x [T, ...]. PyTorch's vector loops compute the last elements of
-    an array by other instructions than the rest; so in this mode every row is an array of its own."""
+    """function(x), elementwise, of x [T, ...]; in this mode every row is an array of its own.
+
+    PyTorch's vector loops compute the last elements of an array by other instructions."""
     if phase() is None or x.ndim < 2 or x.shape[0] == 0:
         return function(x)
     return torch.stack([function(row.contiguous()) for row in x])
