@@ -23,6 +23,7 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import random_fp8
 from nemotriton.kernels.gemm import matmul_ref
 from nemotriton.kernels.gemm_quant import fp8_matmul_ref
@@ -273,6 +274,19 @@ def _default(case: Case, tokens: int) -> Tile:
     return tile.but(SPLITS=4) if "L" in case else tile
 
 
+def _order(tile: Tile) -> Any:
+    """What decides the order of sums; of the tiles here it is `gemm_fixed.fixed_stream`'s."""
+    return tile["ROW"], tile["num_warps"], tile.get("SPLITS", 1)
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """In the invariant mode the products go together whatever the number of tokens."""
+    tile = _default(case, 1)
+    if tokens <= FEW:
+        return tile
+    return tile.but(BLOCK_T=16 if tokens <= 16 else 32, BLOCK_N=32, num_stages=3)
+
+
 def _tiles(case: Case) -> list[Tile]:
     tile = _default(case, 1)
     ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)]
@@ -309,6 +323,7 @@ ENTER_MOE = KernelSpec(
     make=_make_enter,
     tiles=_tiles,
     default=_default,
+    fixed=FixedOrder(_order, _fixed),
     cost=_enter_cost,
     dtypes=("bf16",),
     per_token=("x",),
@@ -331,6 +346,7 @@ SHARE_EXPERT = KernelSpec(
     make=_make_share,
     tiles=_tiles,
     default=_default,
+    fixed=FixedOrder(_order, _fixed),
     cost=_share_cost,
     dtypes=("bf16",),
     per_token=("hidden",),

@@ -27,6 +27,7 @@ from nemotriton.kernels import (
     write_kv,
 )
 from nemotriton.kernels.dependent import beside
+from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
 from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
 from nemotriton.kernels.moe_few import FEW
@@ -371,9 +372,11 @@ class MoeMixer(nn.Module):
         return self.fc2_latent_proj(routed, epilogue="residual", residual=shared())
 
     def _joins(self, x: torch.Tensor) -> bool:
-        """Whether the products of x go together: a few tokens, matrices that nothing is done to."""
+        """Whether the products of x go together: a few tokens, matrices that nothing is done to. In
+        the invariant mode all generated tokens, for the gate's sums have an order of their own."""
         shared, latent = self.shared_experts, self.fc1_latent_proj
-        if shared is None or len(x) > FEW or x.dtype != torch.bfloat16:
+        few = len(x) <= FEW if phase() is None else phase() == DECODE
+        if shared is None or not few or x.dtype != torch.bfloat16:
             return False
         plain = latent is None or latent.plain(Format.BF16)
         plain = plain and shared.up_proj.plain(Format.BF16, Format.FP8)
@@ -385,7 +388,7 @@ class MoeMixer(nn.Module):
         up, down = shared.up_proj, shared.down_proj
         narrow = None if latent is None else latent.weight
         logits, routed, hidden = enter_moe(x, self.gate.weight, narrow, up.weight, up.scale)
-        alone = latent is None or not self.experts.packed or self.shard.ep > 1
+        alone = latent is None or not self.experts.packed or self.shard.ep > 1 or len(x) > FEW
         if alone or not down.plain(Format.BF16, Format.FP8):
             routing = self._choose(logits)
             if routed is None:

@@ -10,7 +10,7 @@ from tests.schedules import raw_logits  # noqa: F401
 @pytest.mark.usefixtures("raw_logits")
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_schedules_change_no_bit(dtype: str) -> None:
-    wanted = schedules.wishes(3, seed=4, vocab=512, longest=60, tokens=4)
+    wanted = schedules.wishes(2, seed=4, vocab=512, longest=40, tokens=4)
     sizes = {"device": "cpu", "dtype": dtype, "max_context": 128, "memory": 0.05, "layers": 4}
     with LLM.synthetic("tiny", max_requests=1, invariant=True, **sizes) as llm:
         want = schedules.alone(llm, wanted)
