@@ -1,6 +1,7 @@
 """Benchmarks of whole models: the card, floors, and their walk through the engine, on a model and a
 device that are small; times are nobody's business here."""
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import cost, decode, drafts, layers, load, model, prefill, rows, steps, transformers
+from bench import (
+    cost,
+    decode,
+    drafts,
+    layers,
+    load,
+    model,
+    prefill,
+    rows,
+    start,
+    steps,
+    transformers,
+)
 from bench.cost import Load, Part, Rates
 from bench.forced import Forced, expected_tokens
 from bench.models import Setup, blank
@@ -335,3 +348,27 @@ def test_other_gpus_are_predictions(tmp_path: Path) -> None:
     there = model.elsewhere(here, "B200")
     assert there.copy_gbs == pytest.approx(4280 * 7.7 / 4.8)
     assert there.bf16_tflops == pytest.approx(700 * 2250 / 989)
+
+
+def test_a_start_is_told_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child runs in this process here: starting two takes too long for a test."""
+
+    def inside_this_one(line: list[str], **given: Any) -> subprocess.CompletedProcess[str]:
+        assert line[1:3] == ["-m", "bench.start"]
+        assert Path(given["env"]["TRITON_CACHE_DIR"]).is_dir()
+        done = CliRunner().invoke(start.app, line[3:])
+        return subprocess.CompletedProcess(line, done.exit_code, done.stdout)
+
+    monkeypatch.setattr(start.subprocess, "run", inside_this_one)
+    file = tmp_path / "rows.jsonl"
+    words = ["preset:tiny", "--synthetic", "--device", "cpu", "--tokens", "9", "--requests", "1"]
+    done = CliRunner().invoke(start.app, [*words, "--quant", "bf16", "--out", str(file)])
+    assert done.exit_code == 0, done.output
+    first, second = rows.load([file])
+    assert [r["case"]["start"] for r in (first, second)] == ["first", "second"]
+    for row in (first, second):
+        seconds = row["seconds"]
+        assert all(seconds[part] > 0 for part in start.PARTS)
+        inside = sum(seconds[part] for part in ("import", "weights", "steps", "first"))
+        assert inside < seconds["all"]
+        assert seconds["beyond"] == pytest.approx(seconds["all"] - seconds["weights"])

@@ -17,6 +17,7 @@ from nemotriton.engine.graphs import Capture, CudaGraphs
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
 from nemotriton.engine.precision import (
     Dtype,
+    context_notes,
     find_kv_dtype,
     find_state_format,
     kv_notes,
@@ -276,11 +277,6 @@ def place(
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
     states = find_state_format(limits.state_dtype, config)
     context = limits.max_context
-    if context is not None and context > config.max_context:
-        raise ConfigError(
-            f"max_context={context:,} is more than the model's {config.max_context:,} "
-            "(max_position_embeddings): lower it."
-        )
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
@@ -315,6 +311,7 @@ def place(
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
         *state_notes(limits.state_dtype, whole, states),
         *_rank_notes(shard, plan),
+        *context_notes(context, whole),
     )
     return Placed(model, caches, plan, piece, grain, device, dtype, notes)
 

@@ -65,7 +65,7 @@ class Scheduler:
         """Raise CapacityError if the request could not run even alone."""
         if self.pages is None:
             return
-        tokens = len(request.prompt) + request.limit - 1  # the last token is never fed back
+        tokens = self._most(request)
         room = self.pages.size * self.page_size
         require(
             self.pages_for(tokens) <= self.pages.size,
@@ -208,12 +208,20 @@ class Scheduler:
                 budget -= self._prefill(request, budget, step)
 
     def _fits(self, request: Request) -> bool:
-        """Room for the request, and a page for each running one to grow into."""
+        """Room for the request, and a page for each running one that may still need one."""
         if self.slots is not None and not self.slots.free:
             return False
         if self.pages is None:
             return True
-        return self.pages_for(request.length) + len(self.running) <= self.pages.free
+        left = self.pages.free - self.pages_for(request.length)
+        if left < 0 or left >= len(self.running):
+            return left >= 0
+        return left >= sum(self.pages_for(self._most(r)) > len(r.pages) for r in self.running)
+
+    @staticmethod
+    def _most(request: Request) -> int:
+        """Tokens that a request may come to compute: the last one is never fed back."""
+        return len(request.prompt) + request.limit - 1
 
     # ---- after the step -----------------------------------------------------------------------
 
