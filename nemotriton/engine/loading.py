@@ -276,7 +276,6 @@ def place(
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
     states = find_state_format(limits.state_dtype, config)
-    context = limits.max_context
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
@@ -289,7 +288,7 @@ def place(
     rollback = find_rollback(limits.rollback, limits.shape, device, limits.invariant)
     places = places_for(limits.shape) if rollback == "replay" else 0
     more = (spare, graphs, states.row_bytes(0), places)
-    wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
+    wishes = Wishes(limits.max_context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
         last.local(whole),
         wishes,
@@ -311,7 +310,7 @@ def place(
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
         *state_notes(limits.state_dtype, whole, states),
         *_rank_notes(shard, plan),
-        *context_notes(context, whole),
+        *context_notes(limits.max_context, whole),
     )
     return Placed(model, caches, plan, piece, grain, device, dtype, notes)
 
