@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from nemotriton.kernels import matmul
-from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mixers import MambaMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.parallel import ONE, Shard
-from nemotriton.model.training import train_mixer
+from nemotriton.model.training import train_mixer, train_norm
 
 Probe = Callable[[str, torch.Tensor], None]
 
@@ -136,16 +135,13 @@ class NemotronH(nn.Module):
     def train_forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Differentiable hidden states [B, T, D] after norm_f of whole sequences ids [B, T].
 
-        Runs on the twins, with no caches; gradients reach every parameter whose requires_grad is
-        set. The routing's choice of experts is not differentiated, its weights are."""
-        with use({"*": "ref"}):
-            h = self._residual(self.embeddings(ids))
-            for block in self.blocks:
-                B, T, D = h.shape
-                x = block.norm(h.reshape(B * T, D).to(self.dtype))
-                h = h + train_mixer(block.mixer, x.view(B, T, D))
-            B, T, D = h.shape
-            return self.norm_f(h.reshape(B * T, D).to(self.dtype)).view(B, T, D)
+        The twins' results, by `training`'s forms, with no caches; gradients reach every parameter
+        whose requires_grad is set. The routing's choice of experts is not differentiated, its
+        weights are."""
+        h = self._residual(self.embeddings(ids))
+        for block in self.blocks:
+            h = h + train_mixer(block.mixer, train_norm(block.norm, h.to(self.dtype)))
+        return train_norm(self.norm_f, h.to(self.dtype))
 
     def _residual(self, h: torch.Tensor) -> torch.Tensor:
         return h.float() if self.config.residual_fp32 else h
