@@ -16,6 +16,8 @@ instead (Wang et al. 2024, "Auxiliary-loss-free load balancing", as DeepSeek-V3 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -205,6 +207,7 @@ def balance(model: nn.Module, rate: torch.Tensor | float) -> None:
     chose less often gains it. The mean of the biases stays zero."""
     for mixer in model.modules():
         if isinstance(mixer, MoeMixer):
-            bias = mixer.gate.e_score_correction_bias
-            bias += rate * torch.sign(mixer.load.mean() - mixer.load)
-            bias -= bias.mean()
+            bias: torch.Tensor = mixer.gate.e_score_correction_bias
+            load: Any = mixer.load
+            moved = bias + rate * torch.sign(load.mean() - load)
+            bias.copy_(moved - moved.mean())
