@@ -48,7 +48,7 @@ def launched(way: str) -> Iterator[None]:
         yield
 
 
-def moe_blocks(model: str, quant: str, layers: int, where: torch.device) -> list[Block]:
+def moe_blocks(model: str, quant: str, layers: int | None, where: torch.device) -> list[Block]:
     """The blocks with experts of a model's first layers, with random weights."""
     weights = random_weights(model, 0, layers, None, quant)
     made = NemotronH(weights.config, torch.bfloat16, where, weights.scheme)
