@@ -14,9 +14,12 @@ to one convention:
   index tables), and before it first writes anything.
 * Before it waits it may compute addresses and read or `prefetch` weights, which nobody writes: that
   is the gain.
-* `gdc_launch_dependents()` comes late, when a program has issued its last large load: programs that
-  wait hold registers and shared memory, and with an early call the experts ran 1.9 times slower. A
-  kernel that never calls it lets the next one come when its programs leave.
+* What was written two launches ago or earlier it may read before, past L1 (`.cg`): the kernel in
+  between let it come after its own wait only.
+* `gdc_launch_dependents()` comes after the wait, and late, when a program has issued its last large
+  load: programs that wait hold registers and shared memory, and with an early call the experts ran
+  1.9 times slower. Kernels of a few small programs call it at once. One that never calls it lets
+  the next one come when its programs leave.
 
 A plain launch in between is always right: it starts when everything before it has ended. A graph
 keeps the attribute of what it captures.

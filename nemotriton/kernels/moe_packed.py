@@ -12,13 +12,14 @@ waits, and a CUDA graph serves every routing. Nothing depends on the order of pr
 inputs give equal bits.
 
 All are dependent launches (see `dependent`); the products let the next kernel come when they have
-left their loops. Which weights a program reads is known from the routing only, so that none are
-prefetched.
+left their loops. Which weights a program reads is known from the routing only: the up product has
+it from the launch before, and can prefetch nothing.
 """
 
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.hopper_pack import (
     WEIGHT_UNIT,
     WORDS,
@@ -148,19 +149,21 @@ def _find_rows(
     stands for all of them, of which a token has one at most: row m is that of token m < BLOCK_M.
     2: rows and experts are the tables of `_prepare`."""
     m = tl.arange(0, BLOCK_M)
-    expert = tl.load(experts_idx + block).to(tl.int64)
+    # past L1, for the down product reads them before it waits
+    expert = tl.load(experts_idx + block, cache_modifier=".cg").to(tl.int64)
     if BLOCKS == 0:
         rows = tl.where(m == 0, block, -1)
     elif BLOCKS == 1:
         j = tl.arange(0, BLOCK_J)
         pair = m[:, None] * K + j[None, :]
         there = (j < K)[None, :] & (pair < pairs)
-        same = tl.load(experts_idx + pair, mask=there, other=-1).to(tl.int64) == expert
+        ids = tl.load(experts_idx + pair, mask=there, other=-1, cache_modifier=".cg").to(tl.int64)
+        same = ids == expert
         rows = tl.max(tl.where(same, pair, -1), 1).to(tl.int64)
         first = tl.min(tl.where(rows < 0, block, rows), 0)
         expert = tl.where(first < block, -1, expert)
     else:
-        rows = tl.load(rows_idx + block * BLOCK_M + m).to(tl.int64)
+        rows = tl.load(rows_idx + block * BLOCK_M + m, cache_modifier=".cg").to(tl.int64)
     return expert, rows.to(tl.int32)  # half the registers while the product runs
 
 
@@ -196,6 +199,24 @@ def _packed_up(
         tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
 
 
+@triton.jit
+def _prefetch_tile(
+    matrix, tile_n, step_0, STEPS: tl.constexpr, K_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring BLOCK_N rows of STEPS (0 or a power of two) tiles of columns from step_0 near."""
+    if STEPS > 0:
+        LINES: tl.constexpr = BLOCK_N // 16 * 8  # of codes in a tile of columns; each 32 words
+        SCALES: tl.constexpr = LINES // 8
+        block = tile_n * (BLOCK_N // 16)
+        tile = matrix + block // 8 * (K_TILES * WORDS)
+        i = tl.arange(0, STEPS * LINES)
+        column = tl.minimum(step_0 + i // LINES, K_TILES - 1) * WORDS
+        prefetch(tile + column + block % 8 * 256 + i % LINES * 32)
+        j = tl.arange(0, STEPS * SCALES)
+        column = tl.minimum(step_0 + j // SCALES, K_TILES - 1) * WORDS
+        prefetch(tile + column + 2048 + block % 8 * 32 + j % SCALES * 32)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _packed_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_ptr, pairs,
@@ -203,24 +224,29 @@ def _packed_down(
     N_TILES: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns."""
+    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns.
+
+    Which expert a program has was written two launches ago: it is known before h is there, and the
+    first AHEAD blocks of its weights are then on their way."""
     TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     block = pid // (TILES * SPLIT)
     tile_n = pid % TILES
     split = pid // TILES % SPLIT
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    step_0 = split.to(tl.int32) * STEPS
     expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
+    live = (rows >= 0) & (expert >= 0)
+    weights = tl.load(weights_ptr + rows, mask=live, other=0.0, cache_modifier=".cg")
+    scale = tl.load(global_ptr + tl.maximum(expert, 0)) * WEIGHT_UNIT * weights
+    matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
+    if PDL:
+        if expert >= 0:
+            _prefetch_tile(matrix, tile_n.to(tl.int32), step_0, AHEAD, K_TILES, BLOCK_N)
+        tl.extra.cuda.gdc_wait()
     if expert >= 0:
-        live = rows >= 0
-        safe = tl.where(live, rows, 0)
-        scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
-        matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
-        h_rows = h_ptr + safe.to(tl.int64) * H
-        step_0 = split.to(tl.int32) * STEPS
+        h_rows = h_ptr + tl.where(live, rows, 0).to(tl.int64) * H
         acc = packed_product(
             h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
