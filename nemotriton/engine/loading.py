@@ -266,10 +266,6 @@ def place(
     that share the model, of which each makes its part.
     """
     whole, shard = weights.config, team.shard if team is not None else ONE
-    require(
-        shard.ranks == 1 or not limits.invariant,
-        "invariant=True is for one GPU: sums over several depend on how many rows they are of.",
-    )
     config = shard.local(whole)
     last = replace(shard, rank=shard.ranks - 1)  # who holds most; all plan as it does
     own = local_expected(weights.expected, last.parts(whole, weights.expected))
@@ -279,7 +275,7 @@ def place(
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
-    piece, grain = find_grain(piece, config, states, limits.invariant)
+    piece, grain = find_grain(piece, config, states, limits.invariant, shard.ranks)
     items = (dtype.itemsize, states.dtype.itemsize, kv_dtype.itemsize)
     drafts = len(limits.shape or ())
     spare = int(capture is not None)
@@ -316,12 +312,17 @@ def place(
 
 
 def find_grain(
-    piece: int, config: ModelConfig, states: StateFormat, invariant: bool
+    piece: int, config: ModelConfig, states: StateFormat, invariant: bool, ranks: int = 1
 ) -> tuple[int, int]:
     """Prompt tokens a step, and the tokens of which the pieces of a prompt are multiples.
 
     The invariant mode cuts prompts on their own grid of SSD chunks. A state in fewer than 32 bits
-    is rounded where a piece ends: there all pieces but the last are of the one size."""
+    is rounded where a piece ends: there all pieces but the last are of the one size.
+    UnsupportedError for the mode on several ranks."""
+    require(
+        ranks == 1 or not invariant,
+        "invariant=True is for one GPU: sums over several depend on how many rows they are of.",
+    )
     if not invariant or config.mamba is None:
         return piece, 1
     chunk = config.mamba.chunk
