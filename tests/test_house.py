@@ -48,6 +48,7 @@ ORDER = [
             "writer",
             "quantizer",
             "synth",
+            "sums",
             "parallel",
             "packing",
             "layers",

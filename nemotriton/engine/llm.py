@@ -207,6 +207,8 @@ class LLM:
         if capture is not None:
             sizes = {"requests": self.plan.max_requests, "context": self.plan.max_context}
             steps = self.runner.record(capture, **sizes)
+            if team is not None:
+                steps.rungs = team.share(steps.rungs)
             with self._on_device():
                 steps.warm(recording)
 
@@ -418,9 +420,10 @@ class LLM:
         The function must be one of a module that all ranks can import."""
         engine = self.engine
         with self._on_device(), self._guard():
-            if engine.lead is not None:
-                engine.lead.call(function, *args)
-            return function(self, *args)
+            if engine.lead is None:
+                return function(self, *args)
+            with engine.lead.calling(function, *args):
+                return function(self, *args)
 
     def _guard(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._team is None else self._team.guard()

@@ -9,8 +9,9 @@ have lost each other.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +83,17 @@ class Lead:
             self.team.tell(Tick(tuple(self._commands), drafts, self.checksum))
             self._commands.clear()
 
-    def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """A function of the LLM runs now, behind what was told before."""
-        self.team.tell(Call(_apply, (tuple(self._commands),)))
-        self._commands.clear()
-        self.team.tell(Call(function, args))
+    @contextlib.contextmanager
+    def calling(self, function: Callable[..., Any], *args: Any) -> Iterator[None]:
+        """A function of the LLM runs inside, behind what was told before; the other ranks run it
+        too, so what it submits is not told."""
+        if self.team.leads:
+            self.team.tell(Call(_apply, (tuple(self._commands),)))
+            self.team.tell(Call(function, args))
+        try:
+            yield
+        finally:
+            self._commands.clear()
 
 
 def checked(checksum: int, results: Sequence[tuple[Piece, list[int] | None]]) -> int:

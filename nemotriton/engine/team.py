@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from nemotriton.engine.watch import Watch, end_all, ending
 from nemotriton.errors import ConfigError, NemotritonError, RankError, require
 from nemotriton.model.parallel import Shard
+from nemotriton.model.sums import small_sums
 
 log = logging.getLogger(__name__)
 _START = timedelta(seconds=120)  # until all have come
@@ -82,6 +84,13 @@ class Team:
             dist.broadcast(tail, 0)
             data += tail.numpy().tobytes()
         return pickle.loads(data)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if not self.leads:
+            return self.hear()
+        self.tell(value)
+        return value
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """RankError on every rank where any has other facts than rank 0, naming the first."""
@@ -234,6 +243,8 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     watched.set_timeout(_LOST)
     parent = os.getppid() if shard.rank and "NEMOTRITON_SPAWNED" in os.environ else None
     watch = Watch(watched, shard.rank, ranks, children, parent, _abort)
+    if local_ranks == ranks:
+        shard = replace(shard, sums=small_sums(ranks, place))
     return Team(shard, place, host_of, watch, children)
 
 

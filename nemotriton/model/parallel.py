@@ -25,7 +25,7 @@ columns, and the public engines' treatment of this family.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from nemotriton.model.config import ModelConfig, MoeConfig
 from nemotriton.model.expected import Expected, Role
 from nemotriton.model.formats import NVFP4_GROUP
 from nemotriton.model.load_plan import Part
+from nemotriton.model.sums import SmallSums
 
 _ROWS = ("up_proj", "q_proj", "k_proj", "v_proj", "in_proj", "conv1d", "lm_head", "embeddings")
 _COLUMNS = ("down_proj", "o_proj", "out_proj")
@@ -47,11 +48,15 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of tp * ep; ranks of one group of experts are neighbours."""
+    """One rank of tp * ep; ranks of one group of experts are neighbours.
+
+    sums: what adds small parts up; without, torch.distributed does.
+    """
 
     rank: int = 0
     tp: int = 1
     ep: int = 1
+    sums: SmallSums | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep"):
@@ -205,17 +210,17 @@ class Shard:
     # ---- sums over the ranks ------------------------------------------------------------------
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, of one shape; in place where there are several."""
-        if self.ranks > 1:
-            dist.all_reduce(part)
+        """The sum of all ranks' parts, of one shape; the part itself may come to hold it."""
+        if self.ranks == 1:
+            return part
+        if self.sums is not None and self.sums.takes(part):
+            return self.sums.add(part)
+        dist.all_reduce(part)
         return part
 
     def add_once(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts on the first rank, and zeros on the others."""
-        if self.ranks > 1:
-            dist.all_reduce(part)
-            part.mul_(self.rank == 0)
-        return part
+        return part if self.ranks == 1 else self.add(part) * (self.rank == 0)
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' columns [R, n] side by side, [R, n * ranks]."""
