@@ -148,6 +148,8 @@ def _share(
     if PDL:
         if pid >= T:
             _ahead(down_ptr, tile * BLOCK_N, BLOCK_N, D, F, LINES)
+        elif bias_ptr is not None:
+            prefetch(bias_ptr + tl.minimum(tl.arange(0, BLOCK_G * BLOCK_S), GROUPS * SIZE - 1))
         tl.extra.cuda.gdc_wait()
     if pid < T:
         e, real = expert_columns(GROUPS, SIZE, BLOCK_G, BLOCK_S)
