@@ -3,7 +3,7 @@
 `--against OLD` shows only rows that moved by more than both measurements' spread: whose intervals
 from the 20th to the 80th percentile do not overlap. `--readme FILE` writes the kernel table between
 the two marker lines, from rows that passed their gate; `--pages FOLDER` the tables of the pages
-there (`bench.pages`).
+there (`bench.pages`). `--figures PAGE` the whole-model tables of a page (`bench.performance`).
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import rows
+from bench import performance, rows
 from bench.cli import Kernels, application, run
 from bench.pages import write_pages
 from bench.rows import BenchError, Row
@@ -176,6 +176,36 @@ def bars(found: Sequence[Row], file: Path) -> None:
     pyplot.close(figure)
 
 
+def steps(found: Sequence[Row], file: Path) -> None:
+    """Whole decode steps over the number of sequences, and where a step's time goes by layer."""
+    pyplot = plotting()
+    good = [r for r in found if r["suite"] == "decode" and r["us"] is not None]
+    plain = {r["tokens"]: r for r in good if performance.is_plain(r)}
+    require(bool(plain), "no row is a plain decode step of Super", BenchError)
+    counts = sorted(plain)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for name, label in (("us", "measured"), ("floor_us", "floor of the bytes")):
+        left.plot(counts, [plain[n][name] / 1e3 for n in counts], "o-", label=label)
+    left.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms a step")
+    left.legend()
+    shown = [n for n in counts if plain[n].get("kinds")]
+    bottom = {(n, what): 0.0 for n in shown for what in ("us", "floor_us")}
+    names = [f"{n}\n{what}" for n in shown for what in ("kernels", "floor")]
+    for kind in dict.fromkeys(k for n in shown for k in plain[n]["kinds"]):
+        heights, starts = [], []
+        for (n, what), base in bottom.items():
+            height = plain[n]["kinds"].get(kind, {}).get(what, 0.0) / plain[n]["us"]
+            heights.append(height)
+            starts.append(base)
+            bottom[n, what] += height
+        right.bar(names, heights, bottom=starts, label=kind)
+    right.set(ylabel="share of the step")
+    right.legend(fontsize=7)
+    figure.suptitle(f"{plain[counts[0]]['gpu']}, Super 120B, synthetic weights, 1,024 tokens each")
+    figure.savefig(file, dpi=80, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 @app.command()
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSONL files of rows.")],
@@ -184,6 +214,13 @@ def main(
     picture: Annotated[Path | None, typer.Option("--roofline", help="PNG to draw.")] = None,
     others: Annotated[
         Path | None, typer.Option("--bars", help="PNG to draw: beside other kernels.")
+    ] = None,
+    picture_of_steps: Annotated[
+        Path | None, typer.Option("--steps", help="PNG to draw: decode steps by layer.")
+    ] = None,
+    figures: Annotated[
+        list[Path] | None,
+        typer.Option(help="Page whose tables of whole-model figures are written."),
     ] = None,
     readme: Annotated[Path | None, typer.Option(help="File whose kernel table is written.")] = None,
     pages: Annotated[Path | None, typer.Option(help="Folder whose tables are written.")] = None,
@@ -197,13 +234,17 @@ def main(
         roofline(found, picture)
     if others is not None:
         bars(found, others)
+    if picture_of_steps is not None:
+        steps(found, picture_of_steps)
+    for page in figures or ():
+        performance.write(page, found)
     if readme is not None:
         write_table(readme, found)
     if pages is not None:
         write_pages(pages, found)
     if old is not None:
         print(against(found, rows.load([old])), end="")
-    elif not any((picture, others, readme, pages)):
+    elif not any((picture, others, picture_of_steps, figures, readme, pages)):
         print(formats[form](found), end="")
 
 

@@ -25,6 +25,10 @@ class UnsupportedError(NemotritonError):
     """A shape, dtype or feature that this build or this device cannot do."""
 
 
+class RankError(NemotritonError):
+    """A process of a run on several GPUs has failed, has gone, or runs something else."""
+
+
 def require(condition: bool, message: str, error: type[NemotritonError] = UnsupportedError) -> None:
     """Raise `error` with `message` unless `condition` holds."""
     if not condition:

@@ -13,9 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench import cli, drafts, kernels, pages, profile, report, rows
+from bench import cli, kernels, pages, profile, report, rows
 from bench.rows import BenchError, Row
-from nemotriton import LLM
 from nemotriton.autotune import cache, store
 from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.timing import Timing
@@ -325,16 +324,3 @@ def test_profile_runs_an_op_or_a_module_and_compares(tmp_path: Path) -> None:
         assert "not both" in str(run(profile.app, wrong).exception)
     (tmp_path / "x").write_text("[]")
     assert "is not a trace" in str(run(profile.app, ["diff", one, str(tmp_path / "x")]).exception)
-
-
-def test_drafts_are_measured_at_every_acceptance() -> None:
-    with LLM.synthetic("tiny", drafts=2, device="cpu", max_context=128, max_requests=2) as llm:
-        rows = [row.split("|")[1:-1] for row in drafts.table(llm, 2, 2, 9, 2)]
-        assert not llm.engine.busy
-    assert [[int(cell) for cell in row[:3]] for row in rows] == [
-        [2, 0, 0],
-        [2, 2, 0],
-        [2, 2, 1],
-        [2, 2, 2],
-    ]
-    assert all(float(cell) > 0 for row in rows[1:] for cell in row[3:7])

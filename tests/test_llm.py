@@ -275,7 +275,6 @@ REFUSED = [
     ({"prefill_piece": 1.5}, ConfigError, r"prefill_piece=1.5: use a number >= 1"),
     ({"memory": 0}, ConfigError, r"memory=0: use a share of the free memory in \(0, 1\]"),
     ({"memory": 1.2}, ConfigError, r"memory=1.2: use a share of the free memory"),
-    ({"max_context": 4096}, ConfigError, r"max_context=4,096 is more than the model's 2,048"),
     ({"dtype": "int8"}, ConfigError, r"dtype='int8': use one of bfloat16, float16, float32"),
     ({"state_dtype": torch.int32}, ConfigError, r"state_dtype=torch.int32: use one of float32"),
     ({"device": "tpu"}, UnsupportedError, r"device='tpu' is unknown: use cuda, cuda:1 or cpu"),

@@ -148,7 +148,8 @@ LEADERS = {"_attend_split"}
 
 
 def impatient(source: str) -> list[str]:
-    """Kernels with PDL in which some program might not wait, or wait after it has stored."""
+    """Kernels with PDL in which some program might not wait, or wait after it has stored or let
+    the next kernel come."""
     found = []
     for function in jit_functions(ast.parse(source)):
         if "PDL" not in {a.arg for a in function.args.args} or function.name in LEADERS:
@@ -157,13 +158,19 @@ def impatient(source: str) -> list[str]:
             i
             for i, node in enumerate(function.body)
             if isinstance(node, ast.If) and ast.unparse(node.test) == "PDL" and not node.orelse
-            for _ in calls(node, "tl.extra.cuda.gdc_wait")
+            for call in node.body
+            if ast.unparse(call) == "tl.extra.cuda.gdc_wait()"
         ]
         if len(waits) != 1 or len(list(calls(function, "tl.extra.cuda.gdc_wait"))) != 1:
             found.append(f"{function.name}: wait once, under `if PDL:` at the top level")
             continue
         early = ast.Module(body=function.body[: waits[0]], type_ignores=[])
-        names = ("tl.store", *(f"tl.atomic_{what}" for what in ("add", "cas", "max", "xchg")))
+        let_go = "tl.extra.cuda.gdc_launch_dependents"
+        names = (
+            "tl.store",
+            let_go,
+            *(f"tl.atomic_{what}" for what in ("add", "cas", "max", "xchg")),
+        )
         found += [f"{function.name}: {n} before the wait" for n in names for _ in calls(early, n)]
     return found
 
@@ -177,9 +184,14 @@ def test_dependent_kernels_wait_in_every_program(path: Path) -> None:
     "body,complaint",
     [
         ("if pid > 0:\n        if PDL:\n            tl.extra.cuda.gdc_wait()", "wait once"),
+        ("if PDL:\n        if pid:\n            tl.extra.cuda.gdc_wait()", "wait once"),
         ("if PDL and SORT:\n        tl.extra.cuda.gdc_wait()", "wait once"),
         ("tl.store(y_ptr, 0)", "wait once"),
         ("tl.store(y_ptr, 0)\n    if PDL:\n        tl.extra.cuda.gdc_wait()", "before the wait"),
+        (
+            "tl.extra.cuda.gdc_launch_dependents()\n    if PDL:\n        tl.extra.cuda.gdc_wait()",
+            "before the wait",
+        ),
         ("if PDL:\n        tl.extra.cuda.gdc_wait()\n    tl.store(y_ptr, 0)", ""),
         ("if PDL:\n        prefetch(w_ptr)\n        tl.extra.cuda.gdc_wait()", ""),
     ],

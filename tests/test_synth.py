@@ -10,7 +10,7 @@ from transformers import NemotronHForCausalLM
 
 from nemotriton.errors import CheckpointError, ConfigError
 from nemotriton.kernels.op import use
-from nemotriton.model import mixers
+from nemotriton.model import training
 from nemotriton.model.checkpoint import (
     destination_dtype,
     expected,
@@ -21,6 +21,7 @@ from nemotriton.model.checkpoint import (
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.expected import Role, matrices
 from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
+from nemotriton.model.mixers import MoeMixer
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.nvfp4 import Fp8, Nvfp4, dequantize_fp8, dequantize_nvfp4
 from nemotriton.model.release_schemes import QUANTS, release_scheme
@@ -166,14 +167,14 @@ def deep_config(tied: bool = False) -> ModelConfig:
 def usage(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """How often each expert was chosen, one vector a call of a router."""
     counts: list[torch.Tensor] = []
-    route = mixers.MoeMixer.route
+    choose = training.choose_experts
 
-    def counting(self: mixers.MoeMixer, x: torch.Tensor) -> object:
-        routing = route(self, x)
-        counts.append(torch.bincount(routing.ids.flatten(), minlength=len(self.gate.weight)))
-        return routing
+    def counting(mixer: MoeMixer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = choose(mixer, x)
+        counts.append(chosen.flatten(0, -2).sum(0))
+        return weights, chosen
 
-    monkeypatch.setattr(mixers.MoeMixer, "route", counting)
+    monkeypatch.setattr(training, "choose_experts", counting)
     return counts
 
 

@@ -133,11 +133,6 @@ def what_fits(model: Stored, gpu: Gpu, wanted: Wanted) -> dict[str, Any]:
     """The plan for what is wanted, or why there is none, and the most that fits beside it."""
     config, place = model.config, _Place(model, gpu, wanted)
     context = wanted.context
-    if context is not None and context > config.max_context:
-        raise ConfigError(
-            f"--context {context:,} is more than the model's {config.max_context:,} "
-            "(max_position_embeddings): lower it."
-        )
     found: dict[str, Any] = {
         "model": config.name,
         "formats": model.formats,
@@ -152,10 +147,11 @@ def what_fits(model: Stored, gpu: Gpu, wanted: Wanted) -> dict[str, Any]:
         found |= _of_plan(plan)
     except CapacityError as problem:
         found |= {"fits": False, "problem": str(problem)}
-    contexts = sorted({n for n in (*_CONTEXTS, context or 0) if 0 < n < config.max_context})
+    asked = (*_CONTEXTS, context or 0, config.max_context)
+    contexts = sorted({n for n in asked if 0 < n <= max(config.max_context, context or 0)})
     found["most_requests"] = {
         n: largest(lambda r, n=n: place.whole(n, r), 1, _MOST) or 0  # type: ignore[misc]
-        for n in (*contexts, config.max_context)
+        for n in contexts
     }
     return found
 

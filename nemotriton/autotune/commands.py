@@ -63,6 +63,7 @@ def sweep_command(
     kernel: Kernels = None,
     model: Models = MODELS,
     tokens: Annotated[str, typer.Option(help="Token counts, comma-separated; default all.")] = "",
+    top: Annotated[int, typer.Option(help="Only a kernel's largest cases; 0: all.")] = 0,
     dtype: Dtypes = "bf16",
     budget: Annotated[str, typer.Option(help="Stop after this long: 90s, 10m, 2h.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0: none.")] = max(
@@ -80,7 +81,7 @@ def sweep_command(
     from nemotriton.autotune.trial import cuda_runner
 
     seconds = parse_budget(budget)
-    points = plan(kernel or [], configs(model), dtype.split(","), parse_tokens(tokens))
+    points = plan(kernel or [], configs(model), dtype.split(","), parse_tokens(tokens), top)
     require(
         bool(points), f"no kernel has a case for --model {model} --dtype {dtype} --tokens {tokens}"
     )

@@ -7,6 +7,7 @@ the disassembly: a write to the operand's registers before a wait that covers th
 """
 
 import collections
+import functools
 import re
 import subprocess
 import tempfile
@@ -43,36 +44,56 @@ def _tool(*command: str) -> str:
 
 def disassembly(kernel: Any) -> str:
     """`nvdisasm -c`'s text of a compiled kernel."""
+    return _disassemble(kernel.asm["cubin"])
+
+
+def _disassemble(code: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
+        cubin.write_bytes(code)
         return _tool(str(BIN / "nvdisasm"), "-c", str(cubin))
 
 
 def resources(kernel: Any) -> Resources:
-    """Read a kernel that Triton compiled, with the tools in Triton's own wheel."""
-    import triton.backends.nvidia.compiler as nvidia
+    """Read a kernel that Triton compiled, with the tools in Triton's own wheel.
 
+    Models of other sizes often end in the same machine code: it is read once a process."""
     meta = kernel.metadata
-    arch = meta.target.arch
+    columns = int(getattr(meta, "tmem_size", 0) or 0)
+    asm = kernel.asm
+    return _read(asm["cubin"], asm["ptx"], meta.target.arch, int(meta.shared), columns)
+
+
+@functools.cache
+def _read(code: bytes, ptx: str, arch: int, shared: int, tensor_memory: int) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
-        cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
-        cubin.write_bytes(kernel.asm["cubin"])
-        ptx.write_text(kernel.asm["ptx"])
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(code)
         usage = _tool(str(BIN / "cuobjdump"), "-res-usage", str(cubin))
-        assembler = nvidia.get_ptxas(arch).path
-        name = nvidia.sm_arch_from_capability(arch)
-        report = _tool(assembler, "-v", f"--gpu-name={name}", str(ptx), "-o", f"{folder}/again")
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
+    stack = _first(r"STACK:(\d+)", usage)
+    watched = arch == 90 and "wgmma.mma_async" in ptx
     return Resources(
         registers=_first(r"REG:(\d+)", usage),
-        stack=_first(r"STACK:(\d+)", usage),
-        spills=spills,
-        shared=int(meta.shared),
-        tensor_memory=int(getattr(meta, "tmem_size", 0) or 0),
-        tensor_ops=dict(collections.Counter(MMA.findall(kernel.asm["ptx"]))),
-        hazards=sum(map(hazards, loops(disassembly(kernel)))) if arch == 90 else 0,
+        stack=stack,
+        spills=_spills(ptx, arch) if stack else 0,  # what spills, spills to the stack
+        shared=shared,
+        tensor_memory=tensor_memory,
+        tensor_ops=dict(collections.Counter(MMA.findall(ptx))),
+        hazards=sum(map(hazards, loops(_disassemble(code)))) if watched else 0,
     )
+
+
+def _spills(ptx: str, arch: int) -> int:
+    """Bytes stored and loaded because registers ran out, as the assembler reports them."""
+    import triton.backends.nvidia.compiler as nvidia
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        name = nvidia.sm_arch_from_capability(arch)
+        assembler = nvidia.get_ptxas(arch).path
+        report = _tool(assembler, "-v", f"--gpu-name={name}", str(source), "-o", f"{folder}/again")
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
 
 
 def _first(pattern: str, text: str) -> int:

@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,19 +37,23 @@ Data = dict[str, Any]
 
 # --------------------------------------------------------------------------------------- one bucket
 def bucket(point: Point, tile: Tile | None, us: float, default_us: float, trials: "Trials") -> Data:
-    """The record of a finished point, without a tile that does not beat the default by `GAIN`."""
-    won = tile is not None and us < (1 - GAIN) * default_us
+    """The record of a finished point; a tile of None stands for the default, which won."""
     tried = trials.of(point)
     return {
         "upto": point.tokens,
-        "tile": dict(tile) if won and tile is not None else {},
-        "us": round(us if won else default_us, 3),
+        "tile": dict(tile) if tile is not None else {},
+        "us": round(us, 3),
         "default_us": round(default_us, 3),
         "tried": len(tried),
         "failed": sum(t.us is None for t in tried.values()),
         "status": "measured",
         "space": space(point),
     }
+
+
+def mean(ratios: Sequence[float]) -> float:
+    """The geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def space(point: Point) -> str:
@@ -110,7 +115,8 @@ def update(spec: KernelSpec, new: Data, folder: Path | None = None) -> Path:
         if why:
             log.warning("%s %s: it is replaced", file, "; ".join(why))
         entries = [] if old is None or why else old["entries"]
-        return cache.save({**new, "entries": merged(entries, new["entries"])}, kernel, gpu, folder)
+        both = merged(entries, new["entries"], spec)
+        return cache.save({**new, "entries": both}, kernel, gpu, folder)
 
 
 def read(file: Path) -> Any:
@@ -123,11 +129,20 @@ def read(file: Path) -> Any:
         return {}
 
 
-def merged(old: Sequence[Data], new: Sequence[Data], by_time: bool = False) -> list[Data]:
-    """Entries of both, sorted; where both have a bucket, the new one or, `by_time`, the faster."""
+def merged(
+    old: Sequence[Data], new: Sequence[Data], spec: KernelSpec, by_time: bool = False
+) -> list[Data]:
+    """Entries of both, sorted; where both have a bucket, the new one or, `by_time`, the faster.
+
+    Where all tokens take one tile an entry is taken as a whole."""
     cases: dict[Any, tuple[Data, dict[int, Data]]] = {}
     for entry in [*old, *new]:
         _, buckets = cases.setdefault(cache.case_key(entry["case"]), (entry["case"], {}))
+        taken = [b for b in entry["tokens"] if b["upto"] in buckets]
+        if spec.one_tile and taken:
+            if by_time and not better(taken[0], buckets[taken[0]["upto"]]):
+                continue
+            buckets.clear()
         for b in entry["tokens"]:
             if not by_time or b["upto"] not in buckets or better(b, buckets[b["upto"]]):
                 buckets[b["upto"]] = b
@@ -165,7 +180,7 @@ def merge_files(a: Any, b: Any, spec: KernelSpec, gpu: str) -> tuple[Data | None
         return None, notes
     entries: list[Data] = []
     for data in usable:
-        entries = merged(entries, data["entries"], by_time=True)
+        entries = merged(entries, data["entries"], spec, by_time=True)
     latest = max(usable, key=lambda d: str(d.get("made_with", {}).get("date", "")))
     return {**latest, "entries": entries}, notes
 
@@ -255,7 +270,23 @@ def _entry_faults(entry: Data, spec: KernelSpec) -> list[str]:
         if b["tile"] and tile not in tiles | {spec.default(Case(**axes), b["upto"])}:
             found.append(f"{at}{tile} is not among the kernel's tiles")
         found += [at + f for f in _figure_faults(b)]
-    return found
+    return found + _gain_faults(entry["tokens"], spec)
+
+
+def _gain_faults(buckets: Sequence[Data], spec: KernelSpec) -> list[str]:
+    """Tiles that were measured to be no gain, and differing ones where all tokens take one."""
+    if spec.one_tile and any(b["tile"] != buckets[0]["tile"] for b in buckets):
+        return ["its buckets have different tiles, but a batch must not change a sequence's bits"]
+    measured = [b for b in buckets if b["tile"] and not _figure_faults(b)]
+    measured = [b for b in measured if b["status"] == "measured"]
+    for contest in [measured] if spec.one_tile and measured else [[b] for b in measured]:
+        ratio = mean([b["us"] / b["default_us"] for b in contest])
+        if ratio >= 1 - GAIN:
+            upto = contest[0]["upto"]
+            return [
+                f"up to {upto} tokens: {ratio:.3f} of the default's time is no gain of {GAIN:.0%}"
+            ]
+    return []
 
 
 def _figure_faults(b: Data) -> list[str]:
@@ -267,6 +298,4 @@ def _figure_faults(b: Data) -> list[str]:
         return ["measured, but us and default_us are not both there"]
     if not all(isinstance(b.get(k), int) for k in ("tried", "failed")) or b["failed"] > b["tried"]:
         return [f"tried {b.get('tried')!r} and failed {b.get('failed')!r} do not fit"]
-    if b["tile"] and b["us"] >= (1 - GAIN) * b["default_us"]:
-        return [f"{b['us']} us is no gain of {GAIN:.0%} over the default's {b['default_us']}"]
     return []

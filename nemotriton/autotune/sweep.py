@@ -6,10 +6,13 @@ twin and timed once; the best few are run at full size against the default tile;
 stand are raced against the default from CUDA graphs. Every step is journalled, so that a stopped
 sweep goes on where it was, and the file is written after every point. Work is given to a `Runner`,
 whose crash is the tile's failure and not the sweep's.
+
+Where a batch must not change bits (`KernelSpec.one_tile`) all token counts of a case are one
+contest: a tile has to be right at every one of them, and wins by its mean gain.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +22,10 @@ from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.store import Trials
 from nemotriton.autotune.trial import Facts, Point, Runner, Trial
 from nemotriton.errors import require
-from nemotriton.kernels.op import SPECS, Case, KernelSpec, Tile
+from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile
 from nemotriton.model.config import ModelConfig
 
-FINALISTS = 4
+FINALISTS = 3
 NEAR = 1.15  # a single launch this much slower than the best one does not win a race
 
 
@@ -75,18 +78,21 @@ def plan(
     configs: Iterable[ModelConfig],
     dtypes: Sequence[str] = ("bf16",),
     tokens: Sequence[int] = (),
+    top: int = 0,
 ) -> list[Point]:
     """The points of these kernels (none named: all) for these models, each once.
 
-    `tokens` are rounded up to a kernel's buckets; none given means every bucket. A kernel that has
-    none of `dtypes` is measured in its first."""
+    `tokens` are rounded up to a kernel's buckets; none given means every bucket. Of each kernel
+    only the `top` largest cases; 0 means all. A kernel that has none of `dtypes` is measured in its
+    first."""
     for name in kernels:
         require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
     configs = list(configs)
     points: dict[Point, None] = {}
     for name in kernels or sorted(SPECS):
         spec = SPECS[name]
-        for case in dict.fromkeys(c for config in configs for c in spec.cases(config)):
+        cases = dict.fromkeys(c for config in configs for c in spec.cases(config))
+        for case in largest(spec, list(cases), top):
             for dtype in [d for d in dtypes if d in spec.dtypes] or spec.dtypes[:1]:
                 points |= dict.fromkeys(
                     Point(name, case, upto, dtype) for upto in buckets(spec, tokens)
@@ -94,9 +100,18 @@ def plan(
     return list(points)
 
 
+def largest(spec: KernelSpec, cases: list[Case], top: int) -> list[Case]:
+    """The `top` cases that move the most bytes for one token, in their order; 0: all."""
+    dtype = DTYPES[spec.dtypes[0]]
+    by_cost = sorted(cases, key=lambda case: -spec.cost(case, 1, dtype).bytes)
+    kept = set(by_cost[:top] if top else cases)
+    return [case for case in cases if case in kept]
+
+
 def buckets(spec: KernelSpec, tokens: Sequence[int]) -> list[int]:
-    """The spec's token buckets that hold any of `tokens`; all of them for no tokens."""
-    if not tokens:
+    """The spec's token buckets that hold any of `tokens`; all of them for no tokens, and where all
+    take one tile."""
+    if not tokens or spec.one_tile:
         return list(spec.tokens)
     wanted = (next((b for b in spec.tokens if t <= b), None) for t in tokens)
     return sorted({b for b in wanted if b is not None})
@@ -133,12 +148,11 @@ class Sweep:
         todo = [p for p in points if done[p] is None]
         ahead = Ahead(self.compiler, self._jobs(todo, trials, facts), facts.gpu.shared_memory)
         try:
-            for point in points:
-                outcome = done[point]
-                if outcome is not None:
-                    yield outcome
+            for contest in contests(points):
+                if all(done[p] is not None for p in contest):
+                    yield from (outcome for p in contest if (outcome := done[p]) is not None)
                 else:
-                    yield from self._point(point, trials[point.op], facts, ahead)
+                    yield from self._contest(contest, trials[contest[0].op], facts, ahead)
         finally:
             ahead.close()
 
@@ -174,8 +188,25 @@ class Sweep:
                     jobs.setdefault((p.op, p.case, p.dtype, tile), job)
         return list(jobs.values())
 
-    # --------------------------------------------------------------------------------- one point
-    def _point(self, point: Point, trials: Trials, facts: Facts, ahead: Ahead) -> Iterator[Event]:
+    # ------------------------------------------------------------------------------- one contest
+    def _contest(
+        self, points: Sequence[Point], trials: Trials, facts: Facts, ahead: Ahead
+    ) -> Iterator[Event]:
+        """Try every tile at every point, then decide; points share a tile if there are several."""
+        for point in points:
+            tried = yield from self._try(point, trials, ahead)
+            if tried is not None:
+                yield from (Outcome(p, "untouched", tried=tried) for p in points)
+                return
+        try:
+            yield from self._decide(points, trials, facts)
+        except MeasuringFailed as error:
+            yield from (Outcome(p, "fault", note=str(error)) for p in points)
+
+    def _try(
+        self, point: Point, trials: Trials, ahead: Ahead
+    ) -> Generator[Event, None, int | None]:
+        """Trials of a point's tiles; how many there were when the time ran out, if it did."""
         tiles = store.candidates(point)
         known = dict(trials.of(point))
         for i, tile in enumerate(tiles):
@@ -184,63 +215,83 @@ class Sweep:
                     yield Compiling(point.op, *ahead.progress)
                 left = self.deadline - self.clock()
                 if left <= 0 or not ahead.wait(point, tile, left):
-                    yield Outcome(point, "untouched", tried=i)
-                    return
+                    return i
                 why = ahead.why(point, tile)
                 known[tile] = Trial(None, why) if why else self.runner.trial(point, tile)
                 trials.add(point, tile, known[tile])
             yield Trying(point, i + 1, len(tiles), best(known.values()))
-        if self.clock() >= self.deadline:
-            yield Outcome(point, "untouched", tried=len(tiles))
-            return
-        try:
-            yield self._decide(point, trials, facts)
-        except MeasuringFailed as error:
-            yield Outcome(point, "fault", note=str(error))
+        return len(tiles) if self.clock() >= self.deadline else None
 
-    def _decide(self, point: Point, trials: Trials, facts: Facts) -> Outcome:
+    def _decide(self, points: Sequence[Point], trials: Trials, facts: Facts) -> Iterator[Outcome]:
         """Race the tiles that stand against the default, and write the winner down."""
-        default = point.default
-        known = trials.of(point)
-        why = known[default].failed or self.runner.vet(point, default)
-        if why:
-            return Outcome(point, "fault", note=f"the default tile {default}: {why}")
-        finalists = self._finalists(point, known, trials)
-        timed = self.runner.race(point, [default, *finalists])
-        default_us = timed[0].us
-        ranked = sorted(zip(finalists, timed[1:], strict=True), key=lambda pair: pair[1].us)
-        tile, us = (ranked[0][0], ranked[0][1].us) if ranked else (None, default_us)
-        record = store.bucket(point, tile, us, default_us, trials)
+        for p in points:
+            why = trials.of(p)[p.default].failed or self.runner.vet(p, p.default)
+            if why:
+                note = f"the default tile {p.default} at {p.tokens} tokens: {why}"
+                yield from (Outcome(q, "fault", note=note) for q in points)
+                return
+        finalists = self._finalists(points, trials)
+        timed = [self.runner.race(p, [p.default, *finalists]) for p in points]
+        means = [
+            store.mean([round(t[i + 1].us, 3) / round(t[0].us, 3) for t in timed])
+            for i in range(len(finalists))
+        ]
+        first = min(range(len(means)), key=lambda i: means[i], default=None)
+        won = first is not None and means[first] < 1 - store.GAIN
+        tile = finalists[first] if won and first is not None else None
+        records = []
+        for p, t in zip(points, timed, strict=True):
+            us = t[1 + first].us if won and first is not None else t[0].us
+            records.append(store.bucket(p, tile, us, t[0].us, trials))
+        self._write(points[0], records, facts)
+        for p, r in zip(points, records, strict=True):
+            figures = (r["us"], r["default_us"], r["tried"], r["failed"])
+            yield Outcome(p, "win" if tile else "loss", tile, *figures)
+
+    def _write(self, point: Point, records: list[store.Data], facts: Facts) -> None:
         new = {
             "schema": cache.SCHEMA,
             "kernel": point.op,
             "gpu": store.describe(facts),
             "made_with": store.made_with(facts.driver),
             "source": point.spec.source,
-            "entries": [{"case": point.key, "tokens": [record]}],
+            "entries": [{"case": point.key, "tokens": records}],
         }
         store.update(point.spec, new, self.folder)
-        won = tile if record["tile"] else None
-        kind = "win" if won else "loss"
-        counts = (record["tried"], record["failed"])
-        return Outcome(point, kind, won, record["us"], default_us, *counts)
 
-    def _finalists(self, point: Point, known: Mapping[Tile, Trial], trials: Trials) -> list[Tile]:
-        """The fastest few that are also right at full size."""
+    def _finalists(self, points: Sequence[Point], trials: Trials) -> list[Tile]:
+        """The fastest few that are also right at full size, at every point."""
         found: list[Tile] = []
         limit = float("inf")
-        timed = {t: r.us for t, r in known.items() if r.us is not None}
-        for tile in sorted(timed, key=lambda t: timed[t]):
-            if len(found) == FINALISTS or timed[tile] > limit:
+        known = [trials.of(p) for p in points]
+        default = [known[i][p.default].us or 1.0 for i, p in enumerate(points)]
+        mean = {
+            tile: store.mean([us / d for us, d in zip(times, default, strict=True) if us])
+            for tile in known[0]
+            if all(times := [k[tile].us if tile in k else None for k in known])
+        }
+        for tile in sorted(mean, key=lambda t: mean[t]):
+            if len(found) == FINALISTS or mean[tile] > limit:
                 break
-            why = None if tile == point.default else self.runner.vet(point, tile)
-            if why:
+            if all(tile == p.default for p in points):
+                limit = min(limit, NEAR * mean[tile])
+                continue
+            wrong = next(((p, w) for p in points if (w := self.runner.vet(p, tile))), None)
+            if wrong:
+                point, why = wrong
                 trials.add(point, tile, Trial(None, f"at {point.tokens} tokens: {why}"))
                 continue
-            limit = min(limit, NEAR * timed[tile])
-            if tile != point.default:
-                found.append(tile)
+            limit = min(limit, NEAR * mean[tile])
+            found.append(tile)
         return found
+
+
+def contests(points: Sequence[Point]) -> list[list[Point]]:
+    """The points that are decided together: of one case where all tokens take one tile."""
+    found: dict[object, list[Point]] = {}
+    for p in points:
+        found.setdefault((p.op, p.case, p.dtype) if p.spec.one_tile else p, []).append(p)
+    return list(found.values())
 
 
 def best(trials: Iterable[Trial]) -> float | None:

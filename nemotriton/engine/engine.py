@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from nemotriton.engine.depth import Depth
+from nemotriton.engine.graphs import Flight
+from nemotriton.engine.lockstep import Lead, checked
 from nemotriton.engine.meter import DraftMeter, Meter
 from nemotriton.engine.outputs import Completion, Group
 from nemotriton.engine.prefixes import Prefixes
 from nemotriton.engine.request import Piece, Request, State, Step
-from nemotriton.engine.runner import Result, Runner
+from nemotriton.engine.runner import Result, Runner, is_foreseen
 from nemotriton.engine.sampling import SamplingParams, mix_seed
 from nemotriton.engine.scheduler import Scheduler
 from nemotriton.errors import CapacityError, RequestError, require
@@ -51,7 +53,9 @@ class Engine:
     max_context: tokens of prompt and completion together. eos_ids: end tokens of the checkpoint.
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
     depth: decides the drafts of each step; None leaves them to the scheduler's number.
-    `prefixes` may be set, before the first request, to go on from earlier prompts.
+    `reuse` may be called, before the first request, to go on from earlier prompts. `run_ahead`:
+    recorded steps without drafts start before the tokens of the one before them are read. lead:
+    tells the engines of other ranks what this one does.
     """
 
     def __init__(
@@ -79,8 +83,11 @@ class Engine:
         self._by_request: dict[str, tuple[Group, Completion]] = {}
         self._submitted = 0
         self._arrivals = 0
+        self.lead: Lead | None = None
         self._cancelled: deque[str] = deque()
         self._grammars: Grammars | None = None
+        self.run_ahead = True
+        self._ahead: tuple[Step, Flight] | None = None  # started, its tokens not read
 
     # ---- prompts ------------------------------------------------------------------------------
 
@@ -231,7 +238,15 @@ class Engine:
         self._submitted += 1
         self._arrivals += len(requests)
         self._groups[group.id] = group
+        if self.lead is not None:
+            self.lead.submit(prepared)
         return group
+
+    def reuse(self, nbytes: int) -> None:
+        """Keep up to so many bytes of what prompts leave behind, see `Prefixes`."""
+        self.prefixes = Prefixes(nbytes)
+        if self.lead is not None:
+            self.lead.reuse(nbytes)
 
     def _reuse(self, requests: Sequence[Request]) -> int:
         """Let new requests go on from an earlier prompt; the tokens that are spared. A draft block
@@ -253,6 +268,8 @@ class Engine:
             ends = request.state is State.PREFILL and piece.end == len(prompt)
             if self.prefixes is None or not ends or tokens is None or prompt in self.prefixes:
                 continue
+            if piece.end % self.scheduler.grain:  # a longer prompt has no border there
+                continue
             pages = request.pages[: self.scheduler.pages_for(piece.end)]
             saved = self.runner.snapshot(pages, request.slot)
             self.prefixes.keep(prompt, saved, saved.nbytes)
@@ -266,11 +283,15 @@ class Engine:
 
     def drop_cancelled(self) -> None:
         """Carry out what `cancel` asked for."""
+        ended = []
         while self._cancelled:
-            group = self._groups.get(self._cancelled.popleft())
+            ended.append(self._cancelled.popleft())
+            group = self._groups.get(ended[-1])
             for completion in group.completions if group else ():
                 if completion.request.state is not State.DONE:
                     self._finish(completion.request, "abort")
+        if self.lead is not None:
+            self.lead.cancel(ended)
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -282,20 +303,30 @@ class Engine:
     def step(self) -> None:
         """Run one step. If the device fails, what ran in it ends ("abort") and the error goes on.
 
-        CapacityError where device memory ran out in spite of the plan.
+        The next one may have been started when this returns (`run_ahead`). CapacityError where
+        device memory ran out in spite of the plan.
         """
         self.drop_cancelled()
         if not self.busy:
+            self.settle()
             return
         start = time.perf_counter()
         decoding = sum(r.state is State.DECODE for r in self.scheduler.running)
-        if self.depth is not None:
+        if self.depth is not None and self._ahead is None:
             self.scheduler.drafts = self.depth.next(decoding)
-        step = self.scheduler.step()
-        self.draft_meter.propose(step)
+        if self.lead is not None:
+            self.lead.tick(self.scheduler.drafts)
+        step, results = Step(), []
         try:
-            results = self.runner.run(step)
+            step, flight = self._ahead or self._next()
+            self._ahead = None
+            if flight is None:
+                results = self.runner.run(step)
+            else:
+                self._run_ahead(step, flight)
+                results = self.runner.read(flight)
         except BaseException as problem:
+            self._ahead = None
             self._abort(step)
             if isinstance(problem, torch.OutOfMemoryError):
                 raise CapacityError(
@@ -303,11 +334,37 @@ class Engine:
                     f"max_requests or memory. ({problem})"
                 ) from problem
             raise
+        if self.lead is not None:
+            self.lead.checksum = checked(self.lead.checksum, results)
         self._keep(results)
         new = sum(self._book(piece, tokens) for piece, tokens in results)
         seconds = time.perf_counter() - start
         self.meter.count(step, new, seconds)
         self._book_drafts(step, results, decoding, seconds)
+
+    def _next(self) -> tuple[Step, Flight | None]:
+        """Plan the next step, and start it if that needs no waiting."""
+        step = self.scheduler.step()
+        self.draft_meter.propose(step)
+        return step, self.runner.launch(step)
+
+    def _run_ahead(self, step: Step, flight: Flight) -> None:
+        """Start the step after one that runs, so that the device need not wait for the host to read
+        and book its tokens; not where they may decide what that step is."""
+        if not self.run_ahead or not all(is_foreseen(p.request) for p in step.decode):
+            return
+        planned = self.scheduler.ahead(step) if self.runner.drafter is None else None
+        if planned is not None:
+            following = self.runner.launch(planned, behind=flight)
+            self._ahead = None if following is None else (planned, following)
+
+    def settle(self) -> None:
+        """Wait for a step that was started and forget it; nothing that runs may be in it."""
+        if self._ahead is not None:
+            if self.lead is not None:
+                self.lead.settle()
+            self.runner.read(self._ahead[1])
+            self._ahead = None
 
     def _book_drafts(
         self, step: Step, results: Sequence[Result], decoding: int, seconds: float
@@ -327,6 +384,8 @@ class Engine:
     def _book(self, piece: Piece, tokens: list[int] | None) -> int:
         """As `_take`; a fault in one request's text or grammar ends that request alone."""
         request = piece.request
+        if request.state is State.DONE:  # it ended while this step ran
+            return 0
         try:
             if request.fault is not None:
                 raise request.fault

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -71,8 +72,12 @@ class Capture(Protocol):
         """What does `work` again when called; work has run before, so that all is compiled."""
         ...
 
-    def wait(self) -> None:
-        """Return once everything that was started is done."""
+    def mark(self) -> Any:
+        """A point behind everything that was started so far."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Return once everything before a point is done."""
         ...
 
 
@@ -85,16 +90,26 @@ class Direct:
     def record(self, work: Replay) -> Replay:
         return work
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+    def mark(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
 
 
 class CudaGraphs(Direct):
-    """CUDA graphs, all in one memory pool: they never run at the same time."""
+    """CUDA graphs, all in one memory pool: they never run at the same time.
 
-    def __init__(self, device: torch.device) -> None:
+    needed: a shape that cannot be recorded is an error, since other ranks do record it."""
+
+    def __init__(self, device: torch.device, needed: bool = False) -> None:
         super().__init__(device)
+        self.needed = needed
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
@@ -119,13 +134,14 @@ class CudaGraphs(Direct):
 
 
 def find_capture(
-    wanted: bool | None, device: torch.device, forced: Iterable[str]
+    wanted: bool | None, device: torch.device, forced: Iterable[str], needed: bool = False
 ) -> Capture | None:
     """What records decode steps; None runs them as they come.
 
     wanted: None is CUDA graphs on a GPU and nothing elsewhere; False on a GPU runs the same padded
     steps launch by launch, and so does True on a CPU. forced: implementations that ops are forced
-    to. UnsupportedError for graphs of PyTorch twins, which wait for the device.
+    to. needed: see CudaGraphs. UnsupportedError for graphs of PyTorch twins, which wait for the
+    device.
     """
     twins = "ref" in forced
     if device.type != "cuda":
@@ -133,7 +149,20 @@ def find_capture(
     require(not (wanted and twins), "CUDA graphs need kernels: leave out impl='ref', or graphs.")
     if twins:
         return None
-    return Direct(device) if wanted is False else CudaGraphs(device)
+    return Direct(device) if wanted is False else CudaGraphs(device, needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was started and whose tokens have not been read.
+
+    host: where they arrive. mark: behind them in the stream."""
+
+    pieces: list[Piece]
+    shape: StepShape
+    host: Tensor
+    mark: Any
+    clock: Clock
 
 
 class DecodeSteps:
@@ -209,7 +238,7 @@ class DecodeSteps:
                 if progress is not None:
                     progress(i + 1, len(shapes), f"{shape.sequences} x {shape.each}")
         except RuntimeError as problem:  # of which running out of memory is one
-            if type(self.capture) is Direct:
+            if type(self.capture) is Direct or getattr(self.capture, "needed", False):
                 raise
             self._give_up(shapes, problem)
         self.seconds = time.perf_counter() - start
@@ -283,9 +312,14 @@ class DecodeSteps:
         self._starting = []
 
     def run(self, step: Step, shape: StepShape, clock: Clock) -> list[list[tuple[int, int]]]:
-        """Of each piece the (row of the shape, token) of its new tokens; requests move on.
+        """Of each piece the (row of the shape, token) of its new tokens; requests move on."""
+        return self.read(self.launch(step, shape, clock))
 
-        This is where the host waits for the device."""
+    def launch(
+        self, step: Step, shape: StepShape, clock: Clock, behind: Flight | None = None
+    ) -> Flight:
+        """Start a step. behind: the step before it, of the same requests without drafts, where its
+        tokens have not been read: they stay on the device."""
         pieces = step.decode
         requests = [p.request for p in pieces]
         if self.drafter is not None and requests != self._starting:
@@ -293,7 +327,7 @@ class DecodeSteps:
         depths = [0]
         if self.drafter is not None:
             depths = [self.drafter.shape.depth(d) for d in range(shape.each)]
-        self.inputs.fill(pieces, shape, depths)
+        self.inputs.fill(pieces, shape, depths, None if behind is None else self.memory.found)
         parts = self._parts[shape]
         plain = shape.drafts > 0 or all(is_plain(r) for r in requests)
         for name, replay in parts:
@@ -302,8 +336,19 @@ class DecodeSteps:
                 self._pick_again(requests, shape)
             clock.mark(name)
         self.replays += 1
-        found = self._read(2 * shape.rows if shape.drafts else shape.rows)
-        return gained(pieces, shape, found)
+        count = 2 * shape.rows if shape.drafts else shape.rows
+        host = self.memory.host[self.replays % 2, :count]
+        host.copy_(self.memory.found[:count], non_blocking=True)
+        return Flight(pieces, shape, host, self.capture.mark(), clock)
+
+    def read(self, flight: Flight) -> list[list[tuple[int, int]]]:
+        """What `run` gives, of a step that was started.
+
+        This is where the host waits for the device."""
+        start = time.perf_counter()
+        self.capture.wait(flight.mark)
+        self.waited += time.perf_counter() - start
+        return gained(flight.pieces, flight.shape, flight.host.tolist())
 
     def logits(self, shape: StepShape) -> Tensor:
         """The last step's, float32 [rows, V], computed again from its hidden states: of as many
@@ -322,15 +367,6 @@ class DecodeSteps:
         self.memory.start.zero_()
         self.memory.keep_start(torch.stack([r.hidden for r in requests]))
         self._starting = requests
-
-    def _read(self, count: int) -> list[int]:
-        host = self.memory.host[:count]
-        host.copy_(self.memory.found[:count], non_blocking=True)
-        start = time.perf_counter()
-        self.capture.wait()
-        self.waited += time.perf_counter() - start
-        values: list[int] = host.tolist()
-        return values
 
     def report(self) -> dict[str, object]:
         """Plain values: what was recorded, at what cost, and what happened since."""

@@ -9,35 +9,40 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from nemotriton.engine.depth import Depth
+from nemotriton.engine.arguments import Impl, default_params, implementations, many
+from nemotriton.engine.assembly import assemble
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine, Prepared, Prompt
 from nemotriton.engine.graphs import find_capture
 from nemotriton.engine.loading import (
     Limits,
     Progress,
-    Weights,
+    Recipe,
+    Work,
     embedded_weights,
     find_device,
     place,
     random_weights,
     stored_weights,
 )
+from nemotriton.engine.lockstep import Lead, Stop, follow
+from nemotriton.engine.meter import rate
 from nemotriton.engine.outputs import CompletionOutput, Delta, Group, RequestOutput
-from nemotriton.engine.pool import Pool
 from nemotriton.engine.precision import Dtype
 from nemotriton.engine.runner import Runner
 from nemotriton.engine.sampling import Logprob, SamplingParams
-from nemotriton.engine.scheduler import Scheduler
-from nemotriton.errors import RequestError, require
-from nemotriton.kernels.op import INTERPRET, use
-from nemotriton.model.config import LayerKind
+from nemotriton.engine.team import open_team
+from nemotriton.errors import RankError, RequestError, require
+from nemotriton.kernels.fixed_order import DECODE, fixed_order
+from nemotriton.kernels.op import use
 from nemotriton.text.chat import ChatPrompt, chat_prompt
 from nemotriton.text.generation_config import GenerationConfig
 from nemotriton.text.tokens import load_tokenizer
@@ -45,7 +50,6 @@ from nemotriton.text.tokens import load_tokenizer
 __all__ = ["LLM", "CompletionOutput", "Delta", "Logprob", "RequestOutput", "SamplingParams"]
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Impl = str | Mapping[str, str] | None
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -65,9 +69,12 @@ class LLM:
     guesses a step, or tree: their shape, see `DraftShape.parse`; adapt_drafts: fewer where they do
     not pay. rollback: how states forget rejected drafts, "lanes", "replay", or None or "auto",
     see `find_rollback`. graphs: record decode steps as CUDA graphs; None where there is a GPU.
-    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. progress:
-    called with (bytes done, bytes in all, tensor) while weights load. recording: called with
-    (shapes done, in all, what) while decode steps are recorded.
+    tp, ep: number of GPUs, tp * ep, see `model.parallel`; all but the first are run by processes
+    that this one starts, or that torchrun has started: those end here, with the first.
+    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. invariant: a
+    token's bits depend on its sequence alone, see `kernels.fixed_order`. progress: called with
+    (bytes done, bytes in all, tensor) while weights load. recording: called with (shapes done, in
+    all, what) while decode steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -87,6 +94,7 @@ class LLM:
         graphs: bool | None = None,
         seed: int = 0,
         impl: Impl = None,
+        invariant: bool = False,
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
@@ -94,18 +102,20 @@ class LLM:
         act_quant: bool = False,
         revision: str | None = None,
         offline: bool = False,
+        tp: int = 1,
+        ep: int = 1,
         progress: Progress | None = None,
         recording: Progress | None = None,
     ) -> None:
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback, invariant)
         drafting = shape is not None
-        if model is None:
-            weights = embedded_weights(act_quant, drafting)
-        else:
-            weights = stored_weights(model, revision, offline, act_quant, drafting)
-        self._start(weights, limits, seed, impl, adapt_drafts, graphs, progress, recording)
+        weights: Recipe = partial(embedded_weights, act_quant, drafting)
+        if model is not None:
+            weights = partial(stored_weights, model, revision, offline, act_quant, drafting)
+        work = Work(weights, limits, seed, impl, adapt_drafts, graphs, tp, ep)
+        self._start(work, progress, recording)
 
     @classmethod
     def synthetic(
@@ -126,11 +136,14 @@ class LLM:
         adapt_drafts: bool = True,
         graphs: bool | None = None,
         impl: Impl = None,
+        invariant: bool = False,
         memory: float = 0.9,
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
         rollback: str | None = None,
         act_quant: bool = False,
+        tp: int = 1,
+        ep: int = 1,
         progress: Progress | None = None,
         recording: Progress | None = None,
     ) -> LLM:
@@ -141,65 +154,61 @@ class LLM:
         """
         shape = DraftShape.wanted(drafts, tree)
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
-        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback)
-        drafting = shape is not None
-        weights = random_weights(preset, seed, layers, width_scale, quant, act_quant, drafting)
+        limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback, invariant)
+        cut = (layers, width_scale, quant, act_quant, shape is not None)
+        weights = partial(random_weights, preset, seed, *cut)
         llm = cls.__new__(cls)
-        llm._start(weights, limits, seed, impl, adapt_drafts, graphs, progress, recording)
+        work = Work(weights, limits, seed, impl, adapt_drafts, graphs, tp, ep)
+        llm._start(work, progress, recording)
         return llm
 
-    def _start(
-        self,
-        weights: Weights,
-        limits: Limits,
-        seed: int,
-        impl: Impl,
-        adapt_drafts: bool,
-        graphs: bool | None,
-        progress: Progress | None,
-        recording: Progress | None,
-    ) -> None:
+    @classmethod
+    def follow(cls, work: Work) -> NoReturn:
+        """Be one of the other ranks of an LLM with several: repeat its steps until it is closed."""
+        cls.__new__(cls)._start(work, None, None)
+        raise AssertionError("this is rank 0")
+
+    def _start(self, work: Work, progress: Progress | None, recording: Progress | None) -> None:
+        """Open the model; on any rank but the first this does not return."""
+        self._engine: Engine | None = None
+        self._team = team = open_team(work.tp, work.ep, work.limits.device, work)
+        try:
+            with self._guard():
+                if team is None or team.leads:
+                    self._open(work, progress, recording)
+                else:
+                    self._open(work, None, None)
+                    follow(self, team)
+        except BaseException:
+            if team is not None and not team.leads:
+                team.leave(1)
+            self.close()
+            raise
+        if team is not None and not team.leads:
+            team.leave(0)
+
+    def _open(self, work: Work, progress: Progress | None, recording: Progress | None) -> None:
+        team, weights, limits = self._team, work.weights(), work.limits
+        if team is not None:
+            limits = replace(limits, device=team.device)
+            team.agree(work.facts(weights))
         self.config = weights.config
         self.directory = weights.directory
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
-        self.default_params = _default_params(GenerationConfig.read(weights.directory))
-        device = find_device(limits.device)
-        self._impl = _implementations(impl, device)
-        capture = find_capture(graphs, device, self._impl.values())
-        placed = place(weights, limits, progress, capture)
+        self.default_params = default_params(GenerationConfig.read(weights.directory))
+        device, self.invariant = find_device(limits.device), limits.invariant
+        self._impl = implementations(work.impl, device)
+        capture = find_capture(work.graphs, device, self._impl.values(), team is not None)
+        placed = place(weights, limits, progress, capture, team)
         self.notes = (*weights.notes, *placed.notes)
         self.plan, self.device, self.dtype = placed.plan, placed.device, placed.dtype
-        mamba = self.config.mamba
-        chunk = mamba.chunk if mamba is not None and self.plan.slots else None
-        mtp, shape = self.config.mtp, limits.shape
-        runner = Runner(
-            placed.model,
-            placed.caches,
-            vocab=self.config.vocab,
-            chunk=chunk,
-            device=self.device,
-            shape=shape,
-            stateful=mtp is not None and LayerKind.MAMBA in mtp.pattern,
-        )
-        pages, slots = self.plan.pages, self.plan.slots
-        self._engine: Engine | None = Engine(
-            runner,
-            Scheduler(
-                pages=Pool(pages, "pages") if pages else None,
-                slots=Pool(slots, "slots") if slots else None,
-                page_size=runner.page_size,
-                max_requests=self.plan.max_requests,
-                prefill_piece=placed.prefill_piece,
-            ),
-            self.tokenizer,
-            max_context=self.plan.max_context,
-            eos_ids=[t for t in self.tokenizer.eos_ids if t < self.config.vocab],
-            seed=seed,
-            depth=Depth(shape, adapt_drafts) if shape is not None else None,
-        )
+        self._engine = assemble(self.config, placed, limits.shape, self.tokenizer, work)
+        self._engine.lead = Lead(team) if team is not None else None
         if capture is not None:
             sizes = {"requests": self.plan.max_requests, "context": self.plan.max_context}
-            steps = runner.record(capture, **sizes)
+            steps = self.runner.record(capture, **sizes)
+            if team is not None:
+                steps.rungs = team.share(steps.rungs)
             with self._on_device():
                 steps.warm(recording)
 
@@ -217,7 +226,7 @@ class LLM:
         with each output as it ends. RequestError, before anything runs, if any prompt or parameter
         cannot be served. If a step fails, all of these requests end and the error goes on.
         """
-        prepared = self._prepare(_many(prompts), params)
+        prepared = self._prepare(many(prompts), params)
         groups: list[Group] = []
         try:
             for p in prepared:
@@ -298,7 +307,7 @@ class LLM:
 
         A list of id lists gives a list of tensors. Row i is the distribution of token i + 1.
         """
-        prompts = _many(ids)
+        prompts = many(ids)
         prepared = [self.engine.prepare(p, SamplingParams(), keep_logits=True) for p in prompts]
         groups: list[Group] = []
         try:
@@ -325,12 +334,13 @@ class LLM:
         return {
             "requests": meter.requests,
             "steps": meter.steps,
+            "invariant": self.invariant,
             "preemptions": self.engine.scheduler.preemptions,
             "prompt_tokens": meter.prompt_tokens,
             "output_tokens": meter.output_tokens,
-            "prompt_tokens_per_s": _rate(meter.prompt_tokens, meter.prefill_seconds),
-            "tokens_per_s": _rate(meter.decode_tokens, meter.decode_seconds),
-            "first_token_s": _rate(meter.first_token_seconds, meter.requests),
+            "prompt_tokens_per_s": rate(meter.prompt_tokens, meter.prefill_seconds),
+            "tokens_per_s": rate(meter.decode_tokens, meter.decode_seconds),
+            "first_token_s": rate(meter.first_token_seconds, meter.requests),
             "drafts": self._draft_stats(),
             "graphs": None if self.runner.steps is None else self.runner.steps.report(),
             "memory": self.plan.parts(),
@@ -358,8 +368,15 @@ class LLM:
     # ---- life ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free the model and its caches; the LLM cannot be used after."""
-        self._engine = None
+        """Free the model and its caches and let other ranks go; the LLM cannot be used after."""
+        engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                with contextlib.suppress(RankError), self._guard():
+                    engine.settle()
+        finally:
+            if self._team is not None:
+                self._team.close(Stop())
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -394,14 +411,28 @@ class LLM:
 
     def step(self) -> None:
         """Run one step of what was submitted to `engine`, from the thread that owns it."""
-        with self._on_device():
+        with self._on_device(), self._guard():
             self.engine.step()
+
+    def everywhere(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(llm, *args) on every rank, between steps; what it returns on this one.
+
+        The function must be one of a module that all ranks can import."""
+        engine = self.engine
+        with self._on_device(), self._guard():
+            if engine.lead is None:
+                return function(self, *args)
+            with engine.lead.calling(function, *args):
+                return function(self, *args)
+
+    def _guard(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._team is None else self._team.guard()
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         on_gpu = self.device.type == "cuda"
         current = torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext()
-        with current, use(self._impl):
+        with current, use(self._impl), fixed_order(DECODE if self.invariant else None):
             yield
 
     def _cancel(self, groups: Sequence[Group]) -> None:
@@ -413,38 +444,3 @@ class LLM:
             if not group.finished:
                 engine.cancel(group.id)
         engine.drop_cancelled()
-
-
-def _many(prompts: Any) -> Sequence[Any]:
-    """A list of prompts, whether one or many were given."""
-    if isinstance(prompts, str | ChatPrompt):
-        return [prompts]
-    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
-    kind = type(prompts).__name__
-    require(is_list, f"prompts of type {kind}: give a text, token ids or a list.", RequestError)
-    one = bool(prompts) and all(isinstance(p, int) for p in prompts)
-    return [prompts] if one else prompts
-
-
-def _default_params(checkpoint: GenerationConfig) -> SamplingParams:
-    """What generation_config.json says, and our defaults for the rest."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    stated = {n: v for n in names if (v := getattr(checkpoint, n)) is not None}
-    return SamplingParams(**stated)
-
-
-def _implementations(impl: Impl, device: torch.device) -> Mapping[str, str]:
-    """ "ref", "triton" or a mapping, as `use` takes it; UnsupportedError for what cannot be."""
-    forced = {"*": impl} if isinstance(impl, str) else dict(impl or {})
-    with use(forced):
-        can_launch = device.type == "cuda" or INTERPRET
-    require(
-        can_launch or "triton" not in forced.values(),
-        f"impl={impl!r} needs a GPU (or TRITON_INTERPRET=1), but the device is {device}: use "
-        "impl='ref'.",
-    )
-    return forced
-
-
-def _rate(amount: float, per: float) -> float | None:
-    return amount / per if per else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from nemotriton.engine.graphs import Capture, CudaGraphs
 from nemotriton.engine.plan import CachePlan, Wishes, cache_layers, make_plan
 from nemotriton.engine.precision import (
     Dtype,
+    context_notes,
     find_kv_dtype,
     find_state_format,
     kv_notes,
@@ -23,6 +26,7 @@ from nemotriton.engine.precision import (
     weight_notes,
 )
 from nemotriton.engine.replay import ReplayStates, find_rollback, places_for
+from nemotriton.engine.team import Team
 from nemotriton.errors import CheckpointError, ConfigError, UnsupportedError, require
 from nemotriton.kernels import StateFormat
 from nemotriton.model import checkpoint, synth
@@ -32,7 +36,9 @@ from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.packing import padding_bytes
+from nemotriton.model.parallel import ONE, Shard, local_expected
 from nemotriton.model.release_schemes import release_scheme
+from nemotriton.model.sources import fingerprint
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
 EMBEDDED_SEED = 0
@@ -49,7 +55,7 @@ class Weights:
 
     place(model, progress): writes them into the model's own tensors. directory: where tokenizer
     files may be, None for a preset. scheme: the formats of `expected`; act_quant: whether
-    activations are quantised too.
+    activations are quantised too. mark: tells other weights of the same shapes apart.
     """
 
     config: ModelConfig
@@ -59,10 +65,7 @@ class Weights:
     notes: tuple[str, ...] = ()
     scheme: QuantScheme = UNQUANTISED
     act_quant: bool = False
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes they take on the device."""
-        return sum(entry.nbytes(dtype.itemsize) for entry in self.expected.values())
+    mark: str = ""
 
 
 def stored_weights(
@@ -94,10 +97,12 @@ def stored_weights(
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
         plan.check_model(tensors)
-        checkpoint.load(source, plan, tensors.__getitem__, progress)
+        own = plan.sliced(model.shard.parts(config, plan.expected))
+        checkpoint.load(source, own, tensors.__getitem__, progress)
 
     wanted = dict(plan.expected)
-    return Weights(config, directory, wanted, place, plan.notes, plan.scheme, act_quant)
+    mark = fingerprint(source)
+    return Weights(config, directory, wanted, place, plan.notes, plan.scheme, act_quant, mark)
 
 
 def random_weights(
@@ -130,14 +135,16 @@ def random_weights(
     def place(model: NemotronH, progress: Progress | None) -> None:
         tensors = model.named_tensors()
         total, done = sum(t.nbytes for t in tensors.values()), 0
+        kept = model.shard.parts(config, wanted)
+        parts = {key: (wanted[key].shape, part) for key, part in kept.items()}
         for key, tensor in tensors.items():
-            synth.fill(config, {key: tensor}, seed)
+            synth.fill(config, {key: tensor}, seed, parts=parts)
             done += tensor.nbytes
             if progress is not None:
                 progress(done, total, key)
 
     wanted = expected(config, scheme, mtp_blocks=int(drafting))
-    return Weights(config, directory, wanted, place, (), scheme, act_quant)
+    return Weights(config, directory, wanted, place, (), scheme, act_quant, f"seed {seed}")
 
 
 def embedded_weights(act_quant: bool = False, drafting: bool = False) -> Weights:
@@ -179,6 +186,7 @@ class Limits:
     memory: float
     kv_dtype: str | None = None
     rollback: str | None = None
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_requests", "prefill_piece"):
@@ -190,6 +198,47 @@ class Limits:
             raise ConfigError(f"memory={self.memory!r}: use a share of the free memory in (0, 1].")
 
 
+Recipe = Callable[[], Weights]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All that an LLM was asked for; another process can be given it. weights: makes them."""
+
+    weights: Recipe
+    limits: Limits
+    seed: int
+    impl: str | Mapping[str, str] | None
+    adapt_drafts: bool
+    graphs: bool | None
+    tp: int = 1
+    ep: int = 1
+
+    def facts(self, weights: Weights) -> dict[str, str]:
+        """What has to be equal on all ranks, by the name that a person would look for."""
+        config = json.dumps(weights.config.to_json(), sort_keys=True)
+        formats = sorted((name, str(entry)) for name, entry in weights.expected.items())
+        asked = (replace(self.limits, device=None), self.seed, self.impl, self.graphs, self.tp)
+        return {
+            "the program": _program(),
+            "the version of torch": torch.__version__,
+            "config.json": _letters(config),
+            "the formats of the weights": _letters(repr((formats, weights.act_quant))),
+            "the mark of the weights": weights.mark,
+            "the options": _letters(repr((*asked, self.adapt_drafts))),
+        }
+
+
+def _letters(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _program() -> str:
+    """Of the package's own files."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return _letters("".join(file.read_text(encoding="utf-8") for file in files))
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A model on its device with its caches, ready to run; notes: what runs in which format."""
@@ -198,6 +247,7 @@ class Placed:
     caches: Caches
     plan: CachePlan
     prefill_piece: int
+    grain: int  # prompts are cut at multiples of it
     device: torch.device
     dtype: torch.dtype
     notes: tuple[str, ...]
@@ -208,41 +258,43 @@ def place(
     limits: Limits,
     progress: Progress | None = None,
     capture: Capture | None = None,
+    team: Team | None = None,
 ) -> Placed:
     """Plan, then build, fill and allocate; CapacityError before anything is loaded.
 
-    capture: what will record decode steps, which need a page of their own.
+    capture: what will record decode steps, which need a page of their own. team: the processes
+    that share the model, of which each makes its part.
     """
-    config = weights.config
+    whole, shard = weights.config, team.shard if team is not None else ONE
+    config = shard.local(whole)
+    last = replace(shard, rank=shard.ranks - 1)  # who holds most; all plan as it does
+    own = local_expected(weights.expected, last.parts(whole, weights.expected))
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
     states = find_state_format(limits.state_dtype, config)
-    context = limits.max_context
-    if context is not None and context > config.max_context:
-        raise ConfigError(
-            f"max_context={context:,} is more than the model's {config.max_context:,} "
-            "(max_position_embeddings): lower it."
-        )
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
     piece = limits.prefill_piece or (8192 if device.type == "cuda" else 512)
+    piece, grain = find_grain(piece, config, states, limits.invariant, shard.ranks)
     items = (dtype.itemsize, states.dtype.itemsize, kv_dtype.itemsize)
     drafts = len(limits.shape or ())
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    rollback = find_rollback(limits.rollback, limits.shape, device)
+    rollback = find_rollback(limits.rollback, limits.shape, device, limits.invariant)
     places = places_for(limits.shape) if rollback == "replay" else 0
     more = (spare, graphs, states.row_bytes(0), places)
-    wishes = Wishes(context, limits.max_requests, piece, drafts, *items, *more)
+    wishes = Wishes(limits.max_context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
-        config,
+        last.local(whole),
         wishes,
-        weights=weights.nbytes(dtype) + padding_bytes(weights.expected, act_quant, dtype, device),
-        available=int(limits.memory * devices.free_memory(device)),
-        where=f"{devices.info(device).name} (memory={limits.memory:g})",
+        weights=sum(entry.nbytes(dtype.itemsize) for entry in own.values())
+        + padding_bytes(own, act_quant, dtype, device),
+        available=_available(limits, device, team),
+        where=f"{'each ' * (shard.ranks > 1)}{devices.info(device).name} "
+        f"(memory={limits.memory:g})",
     )
-    model = NemotronH(config, dtype, device, scheme, act_quant, drafting=drafts > 0)
+    model = NemotronH(config, dtype, device, scheme, act_quant, drafts > 0, shard)
     weights.place(model, progress)
     model.prepare()
     caches = make_caches(
@@ -252,9 +304,47 @@ def place(
         *weight_notes(weights.expected, scheme, act_quant, dtype, device),
         *packing_notes(model),
         *kv_notes(limits.kv_dtype, scheme, weights.expected, kv_dtype),
-        *state_notes(limits.state_dtype, config, states),
+        *state_notes(limits.state_dtype, whole, states),
+        *_rank_notes(shard, plan),
+        *context_notes(limits.max_context, whole),
     )
-    return Placed(model, caches, plan, piece, device, dtype, notes)
+    return Placed(model, caches, plan, piece, grain, device, dtype, notes)
+
+
+def find_grain(
+    piece: int, config: ModelConfig, states: StateFormat, invariant: bool, ranks: int = 1
+) -> tuple[int, int]:
+    """Prompt tokens a step, and the tokens of which the pieces of a prompt are multiples.
+
+    The invariant mode cuts prompts on their own grid of SSD chunks. A state in fewer than 32 bits
+    is rounded where a piece ends: there all pieces but the last are of the one size.
+    UnsupportedError for the mode on several ranks."""
+    require(
+        ranks == 1 or not invariant,
+        "invariant=True is for one GPU: sums over several depend on how many rows they are of.",
+    )
+    if not invariant or config.mamba is None:
+        return piece, 1
+    chunk = config.mamba.chunk
+    piece = max(piece - piece % chunk, chunk)
+    return piece, chunk if states.dtype == torch.float32 else piece
+
+
+def _available(limits: Limits, device: torch.device, team: Team | None) -> int:
+    """Bytes to plan with: what the rank with least has, for all plan alike."""
+    own = int(limits.memory * devices.free_memory(device))
+    if team is None:
+        return own
+    return team.least(own if device.type == "cuda" else own // team.shard.ranks)
+
+
+def _rank_notes(shard: Shard, plan: CachePlan) -> list[str]:
+    if shard.ranks == 1:
+        return []
+    return [
+        f"{shard.ranks} ranks, tp={shard.tp} ep={shard.ep}; each holds {plan.weights / 2**20:,.1f} "
+        "MiB of weights, and the memory of one is shown"
+    ]
 
 
 def make_caches(

@@ -88,3 +88,8 @@ class DraftMeter:
             "tokens_per_pass": 1 + self.accepted / self.passes if self.passes else None,
             "seconds": dict(self.seconds),
         }
+
+
+def rate(amount: float, per: float) -> float | None:
+    """None where there is nothing to divide by."""
+    return amount / per if per else None

@@ -120,6 +120,15 @@ def state_notes(wanted: Dtype, config: ModelConfig, states: StateFormat) -> list
     return [f"recurrent states are {_name(states.dtype)}{how} ({whose}): {shown} a request"]
 
 
+def context_notes(wanted: int | None, config: ModelConfig) -> list[str]:
+    """One line where more context is asked for than the configuration states. Nothing encodes
+    positions, so nothing ends there; the public MoE models state a quarter of what they serve."""
+    if wanted is None or wanted <= config.max_context:
+        return []
+    stated = f"{config.max_context:,} (max_position_embeddings)"
+    return [f"max_context={wanted:,} is beyond the {stated} that the configuration states"]
+
+
 def weight_notes(
     expected: Mapping[str, Expected],
     scheme: QuantScheme,

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 ROLLBACKS = ("auto", "lanes", "replay")
 
 
-def find_rollback(wanted: str | None, shape: DraftShape | None, device: torch.device) -> str:
+def find_rollback(
+    wanted: str | None, shape: DraftShape | None, device: torch.device, invariant: bool = False
+) -> str:
     """ "lanes" or "replay"; ConfigError for anything else, or where a ring cannot hold the drafts.
 
     None or "auto": replay for drafts on a GPU, where a verify pass with lanes writes a state a row
     and each row has one in memory; lanes without drafts, where the plain update has the shortest
-    launch, and for the twins, which replay token by token.
+    launch, for the twins, which replay token by token, and in the invariant mode, where drafts must
+    not change what decoding without them computes.
     """
     wanted = "auto" if wanted is None else wanted
     if wanted not in ROLLBACKS:
@@ -39,7 +42,8 @@ def find_rollback(wanted: str | None, shape: DraftShape | None, device: torch.de
     deepest = 0 if shape is None else shape.depth(len(shape))
     fits = deepest < REPLAY_INTERVAL
     if wanted == "auto":
-        return "replay" if shape is not None and fits and device.type == "cuda" else "lanes"
+        pays = shape is not None and fits and device.type == "cuda" and not invariant
+        return "replay" if pays else "lanes"
     require(
         fits or wanted == "lanes",
         f"rollback='replay' takes up to {REPLAY_INTERVAL - 1} drafts in a row, not {deepest}: use "

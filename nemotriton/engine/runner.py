@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -14,11 +14,11 @@ from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES, Caches, SavedState
 from nemotriton.engine.clock import Clock
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.drafter import Drafter, DraftModel
-from nemotriton.engine.graphs import Capture, DecodeSteps
+from nemotriton.engine.graphs import Capture, DecodeSteps, Flight
 from nemotriton.engine.request import Move, Piece, Request, Step
-from nemotriton.engine.sampler import Sampler, describe
-from nemotriton.engine.step_inputs import StepShape
+from nemotriton.engine.sampler import Sampler, describe, is_plain
 from nemotriton.kernels import Verdict, verify_drafts
+from nemotriton.kernels.fixed_order import PREFILL, fixed_order, phase
 
 Result = tuple[Piece, list[int] | None]
 
@@ -150,8 +150,20 @@ class Runner:
         """The step's pieces, each with its new tokens; None where the model gave no usable logits.
 
         A decode piece has its accepted drafts and one token more. Logprobs, prompt logprobs and
-        kept logits are appended to the requests.
+        kept logits are appended to the requests. In the invariant mode prompts and decode rows,
+        which are summed in different orders, go through the model one after the other.
         """
+        if phase() is None:
+            return self._run(step)
+        found, rest = [], step
+        if step.decode:
+            found, rest = self._run(replace(step, prefill=[])), Step(prefill=step.prefill)
+        if step.prefill:
+            with fixed_order(PREFILL):
+                found += self._run(rest)
+        return found
+
+    def _run(self, step: Step) -> list[Result]:
         shape = self.steps.shape_of(step, self.drafter) if self.steps is not None else None
         if self.steps is not None and (shape is None or step.restores):
             self.steps.settle(step)
@@ -163,8 +175,8 @@ class Runner:
             first = [p.request for p in step.prefill if p.start == 0]
             self.caches.mamba.start([r.slot for r in first], [r.seed for r in first])
         self.clock.start()
-        if shape is not None:
-            return self._replay(step, shape)
+        if shape is not None and self.steps is not None:
+            return self.read(self.steps.launch(step, shape, self.clock))
         if self.steps is not None and not step.prefill:
             self.steps.others += 1
         rows = Rows.of(step)
@@ -198,15 +210,32 @@ class Runner:
         }
         return [(p, found.get(p.request.id, [])) for p in (*step.decode, *step.prefill)]
 
-    def _replay(self, step: Step, shape: StepShape) -> list[Result]:
-        """`run` of a step that has been recorded."""
+    @torch.no_grad()
+    def launch(self, step: Step, behind: Flight | None = None) -> Flight | None:
+        """Start a step that has been recorded and moves nobody; None for any other, which `run`
+        takes. behind: see `DecodeSteps.launch`; what must be read first has no step behind it."""
+        if self.steps is None or step.saves or step.restores:
+            return None
+        if behind is not None and not all(is_foreseen(p.request) for p in step.decode):
+            return None
+        shape = self.steps.shape_of(step, self.drafter)
+        if shape is None or (behind is not None and self.drafter is not None):
+            return None
+        clock = Clock(self.device)
+        clock.start()
+        return self.steps.launch(step, shape, clock, behind)
+
+    @torch.no_grad()
+    def read(self, flight: Flight) -> list[Result]:
+        """What `run` gives, of a step that was started; waits for the device."""
         steps = self.steps
         assert steps is not None
-        tokens = steps.run(step, shape, self.clock)
-        self._describe(lambda: steps.logits(shape), tokens, step.decode)
+        self.clock = flight.clock
+        tokens = steps.read(flight)
+        self._describe(lambda: steps.logits(flight.shape), tokens, flight.pieces)
         return [
             (p, [t for _, t in gained] or None)
-            for p, gained in zip(step.decode, tokens, strict=True)
+            for p, gained in zip(flight.pieces, tokens, strict=True)
         ]
 
     # ---- the parts of a step ------------------------------------------------------------------
@@ -378,3 +407,8 @@ def scored_rows(piece: Piece) -> int:
     if request.params.prompt_logprobs is None:
         return 0
     return min(piece.end, len(request.prompt) - 1) - piece.start  # the last row predicts no prompt
+
+
+def is_foreseen(request: Request) -> bool:
+    """True where a step can follow before the host has seen the request's next token."""
+    return is_plain(request) and request.params.logprobs is None

@@ -24,8 +24,9 @@ class Scheduler:
     """Plans steps and keeps the books of pages and slots.
 
     pages: None without attention layers. slots: None without Mamba layers. prefill_piece: prompt
-    tokens a step, of all requests together, >= 1. The cycle is `add`, `step`, the forward pass by
-    whoever runs it, then `advance` for every piece of the step.
+    tokens a step, of all requests together, >= 1. grain: all pieces of a prompt but the last end at
+    multiples of it; prefill_piece is one. The cycle is `add`, `step`, the forward pass by whoever
+    runs it, then `advance` for every piece of the step.
     """
 
     def __init__(
@@ -36,13 +37,16 @@ class Scheduler:
         page_size: int,
         max_requests: int,
         prefill_piece: int,
+        grain: int = 1,
     ) -> None:
-        assert min(page_size, max_requests, prefill_piece) >= 1
+        assert min(page_size, max_requests, prefill_piece, grain) >= 1
+        assert prefill_piece % grain == 0
         self.pages = pages
         self.slots = slots
         self.page_size = page_size
         self.max_requests = max_requests
         self.prefill_piece = prefill_piece
+        self.grain = grain
         self.drafts = 0  # wanted behind the last token of every request that decodes
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -61,7 +65,7 @@ class Scheduler:
         """Raise CapacityError if the request could not run even alone."""
         if self.pages is None:
             return
-        tokens = len(request.prompt) + request.limit - 1  # the last token is never fed back
+        tokens = self._most(request)
         room = self.pages.size * self.page_size
         require(
             self.pages_for(tokens) <= self.pages.size,
@@ -92,7 +96,7 @@ class Scheduler:
             count = request.length - request.computed + request.drafts
             step.decode.append(Piece(request, request.computed, count))
         for request in self.running:
-            if request.state is State.PREFILL and budget:
+            if request.state is State.PREFILL and self._piece(request, budget):
                 budget -= self._prefill(request, budget, step)
         # Whoever was just preempted waits first in line and does not fit (its pages went to an
         # older request), so no step saves and restores.
@@ -100,8 +104,38 @@ class Scheduler:
         assert step.decode or step.prefill or not self.busy
         return step
 
+    def ahead(self, step: Step) -> Step | None:
+        """The step that follows `step`, planned while that one runs; None where it cannot be known.
+
+        It can where all that run decode one token each without ending by their limit, nobody waits
+        who could start, and there are pages for all. A request that then ends by its token is in
+        the new step all the same: what it gets there is for nobody.
+        """
+        requests = [p.request for p in step.decode]
+        if step.prefill or not requests or requests != self.running or self.drafts:
+            return None
+        if any(p.count != 1 or r.limit - len(r.output) <= 1 for p, r in zip(step.decode, requests)):
+            return None
+        if self.waiting and len(self.running) < self.max_requests and self._fits(self.waiting[0]):
+            return None
+        if self.pages is not None:
+            missing = [self.pages_for(r.length + 1) - len(r.pages) for r in requests]
+            if sum(n for n in missing if n > 0) > self.pages.free:
+                return None
+            for request, count in zip(requests, missing):
+                if count > 0:
+                    request.pages += self.pages.take(count)
+        return Step(decode=[Piece(p.request, p.end, 1) for p in step.decode])
+
+    def _piece(self, request: Request, budget: int) -> int:
+        """Tokens of the request's next piece; 0 where the budget holds none."""
+        left = len(request.prompt) - request.computed
+        if left <= budget:
+            return left
+        return budget - (request.computed + budget) % self.grain
+
     def _prefill(self, request: Request, budget: int, step: Step) -> int:
-        count = min(budget, len(request.prompt) - request.computed)
+        count = self._piece(request, budget)
         step.prefill.append(Piece(request, request.computed, count))
         return count
 
@@ -153,7 +187,8 @@ class Scheduler:
         """Start or resume waiting requests in order, as long as the next one fits."""
         while self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            if not (budget or request.prefilled) or not self._fits(request):
+            starts = request.prefilled or self._piece(request, budget)
+            if not starts or not self._fits(request):
                 return
             self.waiting.popleft()
             self.running.append(request)
@@ -173,12 +208,20 @@ class Scheduler:
                 budget -= self._prefill(request, budget, step)
 
     def _fits(self, request: Request) -> bool:
-        """Room for the request, and a page for each running one to grow into."""
+        """Room for the request, and a page for each running one that may still need one."""
         if self.slots is not None and not self.slots.free:
             return False
         if self.pages is None:
             return True
-        return self.pages_for(request.length) + len(self.running) <= self.pages.free
+        left = self.pages.free - self.pages_for(request.length)
+        if left < 0 or left >= len(self.running):
+            return left >= 0
+        return left >= sum(self.pages_for(self._most(r)) > len(r.pages) for r in self.running)
+
+    @staticmethod
+    def _most(request: Request) -> int:
+        """Tokens that a request may come to compute: the last one is never fed back."""
+        return len(request.prompt) + request.limit - 1
 
     # ---- after the step -----------------------------------------------------------------------
 

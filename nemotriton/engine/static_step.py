@@ -31,17 +31,18 @@ _RULES = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
 class StepMemory:
     """What a step leaves behind, shared by all shapes of up to so many sequences and rows.
 
-    found int64 [2, rows], on the host [2 * rows]: the picks of a shape's rows, then the verdict's
-    path. last int32 [sequences]: see `Verdict`. hidden [rows, D]: the trunk's. start [sequences,
-    D]: what a sequence's next drafts start from. The latter two are made when first written, which
-    must not be under capture.
+    found int64 [2 * rows]: the picks of a shape's rows, then the verdict's path; twice on the host,
+    for a step may start before the one before it has been read. last int32 [sequences]: see
+    `Verdict`. hidden [rows, D]: the trunk's. start [sequences, D]: what a sequence's next drafts
+    start from. The latter two are made when first written, which must not be under capture.
     """
 
     def __init__(self, sequences: int, rows: int, device: torch.device) -> None:
         self.sequences, self.rows = sequences, rows
         pinned = device.type == "cuda"
         self.found = torch.zeros(2 * rows, dtype=torch.int64, device=device)
-        self.host = torch.zeros(2 * rows, dtype=torch.int64, pin_memory=pinned)
+        shape = (2, 2 * rows)
+        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         self.last = torch.zeros(sequences, dtype=torch.int32, device=device)
         self.hidden: Tensor = torch.empty(0)
         self.start: Tensor = torch.empty(0)

@@ -1,8 +1,8 @@
 """What a decode step of a fixed shape reads, at addresses that never change.
 
 The host writes numpy views of one page-locked buffer; `upload` moves it in one copy that the host
-does not wait for. The next `fill` may only come once the step's tokens have been read, which is
-what tells that the copy is over. Page tables move apart, and only when a page has come or gone.
+does not wait for, until the next `fill` writes there again. Page tables move apart, and only when a
+page has come or gone.
 
 Row i of sequence s is row s * n + i: its last known token (i = 0) and its drafts. A sequence that
 may not have as many drafts as the shape keeps rows for them all the same. They are computed and
@@ -67,8 +67,17 @@ class _Arena:
             self.host[name] = self._host[where].view(dtype).numpy()
             self.on_device[name] = self._device[where].view(dtype)
 
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def wait(self) -> None:
+        """Return once the last copy, and all that was copied before it, is over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
     def upload(self) -> None:
         self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 class PageTable:
@@ -155,20 +164,33 @@ class StepInputs:
 
     def clear(self, shape: StepShape) -> None:
         """Make every row a pad."""
+        self._arena.wait()
         self.owners, self._shape = [], shape
         self._pad(shape, 0)
         self._arena.upload()
 
-    def fill(self, pieces: Sequence[Piece], shape: StepShape, depths: Sequence[int]) -> None:
-        """Write a step's inputs and start their copy; depths: of a sequence's rows, from 0 on."""
-        requests = [p.request for p in pieces]
+    def fill(
+        self,
+        pieces: Sequence[Piece],
+        shape: StepShape,
+        depths: Sequence[int],
+        last: Tensor | None = None,
+    ) -> None:
+        """Write a step's inputs and start their copy; depths: of a sequence's rows, from 0 on.
+
+        last: of a step whose predecessor's tokens nobody has read, these tokens, int64 on the
+        device; a negative one counts as 0.
+        """
+        self._arena.wait()
+        requests, ahead = [p.request for p in pieces], int(last is not None)
         if requests != self.owners or shape != self._shape:
             self.owners, self._shape = requests, shape
             self._rules(requests, shape.each)
             self._pad(shape, len(requests))
         host, n, each = self._arena.host, len(requests), shape.each
-        known = numpy.array([r.length for r in requests], dtype=numpy.int64)
-        host["last"][:n] = [(r.output or r.prompt)[-1] for r in requests]
+        known = numpy.array([r.length + ahead for r in requests], dtype=numpy.int64)
+        if last is None:
+            host["last"][:n] = [(r.output or r.prompt)[-1] for r in requests]
         host["lengths"][:n] = known + shape.drafts
         host["wanted"][:n] = [r.drafts for r in requests]
         host["positions"][: n * each] = (known[:, None] + numpy.array(depths)).ravel()
@@ -180,6 +202,8 @@ class StepInputs:
             cells = pages.astype(numpy.int64) * self.page_size + cells % self.page_size
             host["kv_rows"][: n * each] = cells.ravel()
         self._arena.upload()
+        if last is not None:
+            torch.clamp(last[:n], min=0, out=self.view("last", n))
 
     def _rules(self, requests: Sequence[Request], each: int) -> None:
         """What of a request does not change from step to step."""

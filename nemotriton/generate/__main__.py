@@ -16,6 +16,7 @@ from nemotriton.generate import options as o
 from nemotriton.generate.prompts import UsageError, work_of
 from nemotriton.generate.reply import View
 from nemotriton.generate.run import run
+from nemotriton.generate.shared import with_model
 from nemotriton.generate.source import machine_of, source_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -34,6 +35,7 @@ class Command(TyperCommand):
 
 
 @app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@with_model
 def main(
     ctx: typer.Context,
     model: o.Model = None,
@@ -69,27 +71,6 @@ def main(
     quiet: o.Quiet = False,
     stats: o.Stats = True,
     version: o.Version = False,
-    synthetic: o.Synthetic = None,
-    layers: o.Layers = None,
-    width_scale: o.WidthScale = None,
-    quant: o.Quant = None,
-    dtype: o.Dtype = None,
-    revision: o.Revision = None,
-    offline: o.Offline = False,
-    device: o.Device = None,
-    memory: o.Memory = 0.9,
-    max_context: o.MaxContext = None,
-    max_requests: o.MaxRequests = None,
-    prefill_piece: o.PrefillPiece = None,
-    state_dtype: o.StateDtype = None,
-    kv_dtype: o.KvDtype = None,
-    act_quant: o.ActQuant = False,
-    impl: o.Impl = None,
-    drafts: o.Drafts = 0,
-    tree: o.Tree = None,
-    adapt_drafts: o.AdaptDrafts = True,
-    graphs: o.Graphs = None,
-    rollback: o.Rollback = None,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
     with exit_codes(console := Console(quiet)):

@@ -272,11 +272,34 @@ Graphs = Annotated[
         default="--graphs on a GPU",
     ),
 ]
+Invariant = Annotated[
+    bool,
+    _option(
+        *(_MACHINE, "--invariant"),
+        help="The same bits whatever runs beside a request and however its work is cut; slower.",
+    ),
+]
 Rollback = Annotated[
     str | None,
     _option(
         *(_MACHINE, "--rollback"),
         help="How states forget rejected drafts: auto, lanes (a state each), replay (a ring).",
         default="auto",
+    ),
+]
+Tp = Annotated[
+    int,
+    _option(
+        *(_MACHINE, "--tp"),
+        help="GPUs that share every layer; started here, or by torchrun.",
+        default="1",
+    ),
+]
+Ep = Annotated[
+    int,
+    _option(
+        *(_MACHINE, "--ep"),
+        help="The same, but routed experts stay whole, so many groups of them: tp * ep GPUs.",
+        default="1",
     ),
 ]

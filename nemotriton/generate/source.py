@@ -68,7 +68,7 @@ class Source:
 class Machine:
     """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
 
-    drafts, tree, adapt_drafts, graphs, rollback: see `LLM`.
+    drafts, tree, adapt_drafts, graphs, rollback, tp, ep, invariant: see `LLM`.
     """
 
     device: str | None
@@ -85,11 +85,14 @@ class Machine:
     adapt_drafts: bool = True
     graphs: bool | None = None
     rollback: str | None = None
+    tp: int = 1
+    ep: int = 1
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.memory <= 1:
             raise UsageError(f"--memory {self.memory:g} is no share: give a number in (0, 1].")
-        for name in ("max_context", "max_requests", "prefill_piece"):
+        for name in ("max_context", "max_requests", "prefill_piece", "tp", "ep"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")

@@ -34,7 +34,13 @@ from nemotriton.kernels.moe_experts_quant import (
     run_experts_nvfp4,
     run_experts_nvfp4_ref,
 )
-from nemotriton.kernels.moe_route import Routing, route_experts, route_experts_ref
+from nemotriton.kernels.moe_few import enter_moe, enter_moe_ref, share_expert, share_expert_ref
+from nemotriton.kernels.moe_route import (
+    OwnRouting,
+    Routing,
+    route_experts,
+    route_experts_ref,
+)
 from nemotriton.kernels.numerics import philox_ref
 from nemotriton.kernels.quantize import (
     quantize_fp8,
@@ -94,6 +100,7 @@ __all__ = [
     "REPLAY_INTERVAL",
     "STATE_FORMATS",
     "Logprobs",
+    "OwnRouting",
     "Routing",
     "StateFormat",
     "StateNoise",
@@ -115,6 +122,8 @@ __all__ = [
     "causal_conv1d_update_ref",
     "chunk_table",
     "conv_ref",
+    "enter_moe",
+    "enter_moe_ref",
     "experts_ref",
     "fp8_matmul",
     "fp8_matmul_ref",
@@ -157,6 +166,8 @@ __all__ = [
     "run_experts_ref",
     "sample_tokens",
     "sample_tokens_ref",
+    "share_expert",
+    "share_expert_ref",
     "ssd_prefill",
     "ssd_prefill_chunked",
     "ssd_prefill_chunked_ref",

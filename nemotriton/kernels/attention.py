@@ -19,6 +19,7 @@ import triton.language as tl
 from einops import rearrange
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.op import (
     Case,
     Cost,
@@ -95,8 +96,11 @@ def attend_paged_ref(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     parents: torch.Tensor | None,
+    alone: bool = False,
 ) -> torch.Tensor:
-    """Sequence by sequence: gather its keys from the pages, attend; pads stay zero."""
+    """Sequence by sequence: gather its keys from the pages, attend; pads stay zero.
+
+    alone: query by query, over the keys that it sees and no others."""
     f = acc_dtype(q)
     out = torch.zeros_like(q)
     bounds = cu.tolist()
@@ -109,8 +113,32 @@ def attend_paged_ref(
         k = k if k_scale is None else k * k_scale.to(f)
         v = v if v_scale is None else v * v_scale.to(f)
         visible = _visible_ref(end - start, length, parents, start).to(q.device)
-        out[start:end] = masked_attention_ref(q[start:end], k, v, visible, scale)
+        if not alone:
+            out[start:end] = masked_attention_ref(q[start:end], k, v, visible, scale)
+            continue
+        for i, seen in enumerate(visible.unbind()):
+            one, every = q[start + i : start + i + 1].clone(), seen[seen][None]
+            out[start + i] = masked_attention_ref(one, k[seen], v[seen], every, scale)[0]
     return out
+
+
+def attend_alone_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pages: torch.Tensor,
+    cu: torch.Tensor,
+    lengths: torch.Tensor,
+    max_new: int,
+    max_length: int,
+    scale: float,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of both ops in the invariant mode."""
+    caches, where = (k_cache, v_cache), (pages, cu, lengths)
+    return attend_paged_ref(q, *caches, *where, scale, k_scale, v_scale, parents, alone=True)
 
 
 def _visible_ref(new: int, length: int, parents: torch.Tensor | None, start: int) -> torch.Tensor:
@@ -286,6 +314,8 @@ ATTEND_PREFILL = KernelSpec(
         if m >= case.H // case.Hkv
     ],
     default=_prefill_default,
+    one_tile=True,
+    fixed=FixedOrder(lambda tile: tile.but(num_stages=0), twin=attend_alone_ref),
     cost=_prefill_cost,
     small_tokens=(0, 1, 3, 17, 70),
     per_token=("q",),

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
-from nemotriton.kernels.attention import attend_paged_ref
+from nemotriton.kernels.attention import attend_alone_ref, attend_paged_ref
+from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
     INTERPRET,
     Args,
@@ -216,7 +217,7 @@ def attend_decode(
         "tree": int(parents is not None),
     }
     tile = ATTEND_DECODE.tile(T, q, **axes)
-    target, rows = int(tile["SPLITS"]), max(16, next_pow2(max_new * group))
+    target, rows = int(tile["SPLITS"]), max(_fewest_rows(tile), next_pow2(max_new * group))
     require(
         max_new <= target * GRAIN,
         f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
@@ -242,6 +243,11 @@ def attend_decode(
         PDL=pdl, launch_pdl=pdl, num_warps=4 if target <= 64 else 8,
     )  # fmt: skip
     return out
+
+
+def _fewest_rows(tile: Tile) -> int:
+    """Rows of a block, however few there are: lower ones are multiplied by other instructions."""
+    return 16 if phase() is None else int(tile["BLOCK_M"])
 
 
 def _decode_plan(case: Case, T: int) -> list[tuple[int, int]]:
@@ -304,6 +310,18 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     return base.but(SPLITS=64, num_warps=8 if case.tree else 4)
 
 
+def _order(tile: Tile) -> tuple[int | bool, ...]:
+    """What decides the order of a query's sums."""
+    return tuple(tile[name] for name in ("BLOCK_M", "BLOCK_N", "SPLITS", "num_warps"))
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """The invariant mode's: one for all numbers of drafts, trees too."""
+    if "fp32" in case:
+        return fp32_tile(case).but(SPLITS=64)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64, PDL=False)
+
+
 ATTEND_DECODE = KernelSpec(
     op=attend_decode,
     kernels=(_attend_split, _merge_splits),
@@ -324,6 +342,8 @@ ATTEND_DECODE = KernelSpec(
     make=_make_decode,
     tiles=_tiles,
     default=_decode_default,
+    one_tile=True,
+    fixed=FixedOrder(_order, _fixed, twin=attend_alone_ref),
     cost=_decode_cost,
     small_tokens=(0, 1, 3, 10),
     per_token=("q",),

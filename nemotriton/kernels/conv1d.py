@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.conv1d_rows import _conv1d_rows
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.numerics import silu, silu_ref
 from nemotriton.kernels.op import (
     Args,
@@ -171,102 +173,6 @@ def _causal_conv1d(
         tl.store(place, final, mask=kept_rows & owned)
 
 
-@triton.jit
-def _row(x_ptr, window_ptr, row_stride, x_stride, at, c, inside, owned, kept, W: tl.constexpr):
-    """The row `at` of a sequence's u."""
-    new = tl.load(x_ptr + at * x_stride + c, mask=inside & owned & (at >= 0), other=0.0)
-    window = window_ptr + (at + (W - 1)) * row_stride + c
-    return tl.where(at >= 0, new, tl.load(window, mask=inside & kept & (at < 0), other=0.0))
-
-
-@triton.jit
-def _next_window(x_ptr, window, row_stride, x_stride, n, c, inside, owned, kept, W: tl.constexpr):
-    for row in tl.static_range(W - 1):
-        at = n - (W - 1) + row
-        last = _row(x_ptr, window, row_stride, x_stride, at, c, inside, owned, kept, W)
-        tl.store(window + row * row_stride + c, last, mask=inside & owned)
-
-
-@triton.jit
-def _past(
-    x_ptr, window_ptr, row_stride, x_stride, first, c, inside, owned, kept,
-    back: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """The row `back` before the program's first; zeros where the filter does not reach."""
-    at, reached = first - back, inside & (back < W)
-    u = _row(x_ptr, window_ptr, row_stride, x_stride, at, c, reached, owned, kept, W)
-    return u.to(tl.float32)
-
-
-@triton.jit
-def _tap(w_ptr, tap_stride, inside, back: tl.constexpr, W: tl.constexpr):
-    """The weights of the tap `back` tokens ago; zeros beyond the filter."""
-    return tl.load(w_ptr - back * tap_stride, mask=inside & (back < W), other=0.0).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["tiles"])
-def _conv1d_rows(
-    x_ptr, w_ptr, b_ptr, state_ptr, fresh_ptr, y_ptr, cu_idx, slots_idx,
-    x_stride, y_stride, w_stride, tap_stride, slot_stride, row_stride, C, tiles,
-    W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_T tokens of one sequence, row after row, for a block of channels; W is at most 4.
-
-    The last rows stay in registers: each is read once, two ahead of its use. Threads keep to their
-    channels, so the order of their loads and stores is enough for the window."""
-    pid = tl.program_id(0).to(tl.int64)
-    blocks = tl.cdiv(C, BLOCK_C)
-    c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = pid // blocks % tiles * BLOCK_T
-    s = pid // blocks // tiles
-    start = tl.load(cu_idx + s).to(tl.int64)
-    n = tl.load(cu_idx + s + 1).to(tl.int64) - start
-    slot = tl.load(slots_idx + s).to(tl.int64)
-    owned = slot >= 0
-    kept = owned
-    if fresh_ptr is not None:
-        kept = owned & (tl.load(fresh_ptr + s) == 0)
-    if first >= tl.maximum(n, 1):
-        return
-    inside = c < C
-    x_ptr += start * x_stride
-    window = state_ptr + slot * slot_stride
-    past1 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 1, W)
-    past2 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 2, W)
-    past3 = _past(x_ptr, window, row_stride, x_stride, first, c, inside, owned, kept, 3, W)
-    w_ptr += c * w_stride + (W - 1) * tap_stride
-    w0 = _tap(w_ptr, tap_stride, inside, 0, W)
-    w1 = _tap(w_ptr, tap_stride, inside, 1, W)
-    w2 = _tap(w_ptr, tap_stride, inside, 2, W)
-    w3 = _tap(w_ptr, tap_stride, inside, 3, W)
-    if b_ptr is not None:
-        bias = tl.load(b_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    count = tl.minimum(n - first, BLOCK_T)
-    live = inside & owned
-    x_at = x_ptr + first * x_stride + c
-    y_at = y_ptr + (start + first) * y_stride + c
-    x = tl.load(x_at, mask=live & (count > 0), other=0.0)
-    after = tl.load(x_at + x_stride, mask=live & (count > 1), other=0.0)
-    for i in range(count):
-        ahead = tl.load(x_at + 2 * x_stride, mask=live & (i + 2 < count), other=0.0)
-        now = x.to(tl.float32)
-        acc = now * w0 + past1 * w1
-        acc = acc + past2 * w2 + past3 * w3  # from the newest to the oldest, as everywhere
-        if b_ptr is not None:
-            acc += bias
-        y = tl.where(owned, silu(acc), 0.0)
-        tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside)
-        past3 = past2
-        past2 = past1
-        past1 = now
-        x = after
-        after = ahead
-        x_at += x_stride
-        y_at += y_stride
-    if first == 0:
-        _next_window(x_ptr, window, row_stride, x_stride, n, c, inside, owned, kept, W)
-
-
 def launch_tiles(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -368,8 +274,13 @@ def _prefill_tiles(case: Case) -> list[Tile]:
     return [
         Tile(BLOCK_T=t, BLOCK_C=lanes * 32 * w, num_warps=w, num_stages=1)
         for t in (8, 16, 32, 64, 128)
-        for w, lanes in ((1, 8), (2, 8), (4, 8), (2, 4), (4, 4))
+        for w, lanes in ((1, 8), (2, 8), (4, 8), (1, 4), (2, 4), (4, 4))
     ]
+
+
+def _prefill_suits(tile: Tile, tokens: int) -> bool:
+    """Short blocks for few tokens, which need the programs, and long ones for many."""
+    return {64: 8, 256: 8, 1024: 8, 4096: 16}.get(tokens, 32) <= tile["BLOCK_T"] <= tokens // 4
 
 
 def _prefill_default(case: Case, tokens: int) -> Tile:
@@ -425,7 +336,9 @@ CAUSAL_CONV1D = KernelSpec(
     tokens=(64, 256, 1024, 4096, 16384, 65536),
     make=_make_causal_conv1d,
     tiles=_prefill_tiles,
+    suits=_prefill_suits,
     default=_prefill_default,
+    fixed=UNORDERED,
     cost=lambda case, T, dtype: Cost(
         (2 * case.W + 4) * T * case.C, (2 * T + case.W) * case.C * dtype.itemsize
     ),

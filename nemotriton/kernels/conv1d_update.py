@@ -19,6 +19,7 @@ from nemotriton.kernels.conv1d import (
     window_inputs,
     windows,
 )
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, cdiv, launch, next_pow2, op
 
 
@@ -176,6 +177,7 @@ CAUSAL_CONV1D_UPDATE = KernelSpec(
     default=lambda case, tokens: Tile(
         BLOCK_C=256 if case.N == 1 else max(32, 512 // case.N), num_warps=1, num_stages=1
     ),
+    fixed=UNORDERED,
     cost=_update_cost,
     mutates=("state", "lanes"),
     per_token=("x",),

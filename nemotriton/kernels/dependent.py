@@ -14,17 +14,21 @@ to one convention:
   index tables), and before it first writes anything.
 * Before it waits it may compute addresses and read or `prefetch` weights, which nobody writes: that
   is the gain.
-* `gdc_launch_dependents()` comes late, when a program has issued its last large load: programs that
-  wait hold registers and shared memory, and with an early call the experts ran 1.9 times slower. A
-  kernel that never calls it lets the next one come when its programs leave.
+* What was written two launches ago or earlier it may read before, past L1 (`.cg`): the kernel in
+  between let it come after its own wait only.
+* `gdc_launch_dependents()` comes after the wait, and late, when a program has issued its last large
+  load: programs that wait hold registers and shared memory, and with an early call the experts ran
+  1.9 times slower. Kernels of a few small programs call it at once. One that never calls it lets
+  the next one come when its programs leave.
 
 A plain launch in between is always right: it starts when everything before it has ended. A graph
 keeps the attribute of what it captures.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import torch
@@ -35,6 +39,9 @@ from nemotriton.kernels.op import target
 
 _ALLOWED: ContextVar[bool] = ContextVar(
     "dependent launches", default=os.environ.get("NEMOTRITON_PDL", "1") != "0"
+)
+_FORKED: ContextVar[bool] = ContextVar(
+    "forks while capturing", default=os.environ.get("NEMOTRITON_FORK", "0") != "0"
 )
 
 
@@ -55,6 +62,42 @@ def independent() -> Iterator[None]:
         yield
     finally:
         _ALLOWED.reset(token)
+
+
+@contextlib.contextmanager
+def forked(wanted: bool = True) -> Iterator[None]:
+    """Inside the block `beside` uses a second stream, or does not."""
+    token = _FORKED.set(wanted)
+    try:
+        yield
+    finally:
+        _FORKED.reset(token)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def beside(work: Callable[[], torch.Tensor], where: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Do `work`, while a graph is captured on a second stream: what follows then runs beside it.
+
+    Returns what gives the result: call it on the same stream before anything that `work` reads is
+    freed. Between the two streams launches are plain, so call the result's reader `independent`."""
+    if not (_FORKED.get() and where.is_cuda and torch.cuda.is_current_stream_capturing()):
+        done = work()
+        return lambda: done
+    first = torch.cuda.current_stream(where.device)
+    second = _second_stream(where.device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second), independent():
+        result = work()
+
+    def join() -> torch.Tensor:
+        first.wait_stream(second)
+        return result
+
+    return join
 
 
 @triton.jit

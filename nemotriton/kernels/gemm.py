@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels import fixed_order
+from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
@@ -163,7 +165,7 @@ def matmul(
     ieee = wide and not parts_of_w
     tile = MATMUL.tile(T, x, N=N, K=K, ieee=int(wide))
     if ieee and ("STREAM" in tile or tile["BLOCK_T"] > IEEE_ROWS):
-        tile = _ieee_tile(Case(N=N, K=K), T)
+        tile = _ieee_tile(Case(N=N, K=K), 1 if fixed_order.phase() else T)
     squared = epilogue == "relu2"
     if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
         form = stream if "STREAM" in tile else square
@@ -375,6 +377,10 @@ def _suits(tile: Tile, tokens: int) -> bool:
         return stream_suits(tile, tokens)
     if tile.get("SWAP", False):
         return tile["BLOCK_T"] == max(16, next_pow2(tokens))
+    if "TMA" in tile:  # descriptors cost the host more time than fewer tokens take
+        return tokens > 512
+    if tile["SPLITS"] == 1:
+        return SWAP_TOKENS // 2 < tokens <= 512
     return tokens > (STREAM_TOKENS if tile["BLOCK_T"] == 64 else SWAP_TOKENS // 2)
 
 
@@ -395,6 +401,9 @@ MATMUL = KernelSpec(
     tiles=_tiles,
     suits=_suits,
     default=_default,
+    fixed=fixed_order.FixedOrder(
+        product_order, fixed_matmul, twin=fixed_order.ByRow(matmul_ref, fixed_order.LINEAR_ROWS)
+    ),
     cost=_cost,
     small_tokens=(0, 1, 3, 17, 130),
     per_token=("x",),

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrder
 from nemotriton.kernels.fp4 import random_nvfp4
 from nemotriton.kernels.gemm import _sum_splits, check_rows
-from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref, quantised_sizes
+from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
 from nemotriton.kernels.gemm_stream import finish
 from nemotriton.kernels.hopper_pack import (
     TILE,
@@ -43,7 +44,7 @@ from nemotriton.kernels.op import (
     op,
     target,
 )
-from nemotriton.kernels.quantize import check_scale
+from nemotriton.kernels.quantize import check_scale, quantised_sizes
 
 X_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -321,6 +322,24 @@ def _suits(tile: Tile, tokens: int) -> bool:
     return fits and (tile["SPLITS"] == 1 or tokens <= 128)
 
 
+def _sum_order(tile: Tile) -> tuple[int | bool, ...]:
+    """What decides the order along K."""
+    if "STREAM" in tile:  # a rotated start depends on which outputs a program has
+        return True, tile["num_warps"], tile["BLOCK_N"] if tile.get("ROTATE", False) else 0
+    return False, tile["BLOCK_K"], tile["SPLITS"]
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """Generated tokens by the streaming form whatever their number, prompts by wgmma."""
+    if phase == DECODE:
+        t = 8 if tokens <= 8 else 16
+        wide = case.N >= 8192
+        tile = _stream_tile((t, 64 if wide else 2 * t, 4 if wide else 8, 3))
+        return tile.but(ROTATE=False) if "ROTATE" in tile else tile
+    shape = _MANY[0] if tokens <= 32 else _MANY[1] if tokens <= 64 else _MANY[2]
+    return _many_tile(case, shape, tokens).but(SPLITS=1)
+
+
 def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
     moved = 0.5625 * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
     return Cost(2 * T * case.N * case.K, int(moved))
@@ -337,6 +356,7 @@ PACKED_MATMUL = KernelSpec(
     tiles=_tiles,
     suits=_suits,
     default=_default,
+    fixed=FixedOrder(_sum_order, _fixed, twin=ByRow(packed_matmul_ref, LINEAR_ROWS)),
     cost=_cost,
     dtypes=("bf16", "fp16"),
     small_tokens=(0, 1, 17),

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels import fixed_order
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
@@ -32,6 +33,7 @@ from nemotriton.kernels.fp4 import (
     random_nvfp4,
 )
 from nemotriton.kernels.gemm import _sum_splits, check_rows
+from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
@@ -59,7 +61,7 @@ from nemotriton.kernels.op import (
     op,
     target,
 )
-from nemotriton.kernels.quantize import check_scale, inner_widths, quantize_fp8, round_rows
+from nemotriton.kernels.quantize import check_scale, quantised_sizes, quantize_fp8, round_rows
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -268,7 +270,7 @@ def _run(
         stream(x, values, (scale, input_scale), *ends)
         return y
     if "TMA" in tile or "STREAM" in tile:
-        tile = _generic(Case(N=N, K=K), T)
+        tile = _generic(Case(N=N, K=K), 16 if fixed_order.phase() else T)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)
@@ -333,15 +335,6 @@ def _make_nvfp4(
     }
 
 
-def quantised_sizes(config: Any) -> list[tuple[int, int]]:
-    """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
-    width, m = config.width, config.mamba
-    sizes = [(m.in_rows, width), (width, m.inner)] if m else []
-    for inner in inner_widths(config):
-        sizes += [(inner, width), (width, inner)]
-    return list(dict.fromkeys(sizes))
-
-
 def _generic(case: Case, tokens: int, widest: int = 128) -> Tile:
     """Good on Hopper, sane on Blackwell without tuning; `widest` block of N over 128 columns."""
     if tokens > 256:
@@ -399,7 +392,7 @@ def _tiles(case: Case) -> list[Tile]:
 
 def _fp8_tiles(case: Case) -> list[Tile]:
     squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
-    return [*stream_tiles(1), *squares, *_tiles(case)]
+    return [*stream_tiles(1), *squares, *_tiles(case)[: 3 if case.Q else None]]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
@@ -420,6 +413,8 @@ def _spec(
     tiles: Callable[[Case], list[Tile]],
 ) -> Any:
     inputs = (0, 1) if wrapper is fp8_matmul else (0,)
+    fixed = fixed_fp8 if wrapper is fp8_matmul else fixed_nvfp4
+    twin = fixed_order.ByRow(wrapper.ref, fixed_order.LINEAR_ROWS)
 
     def cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
         moved = stored * case.N * case.K + T * (case.K + case.N) * dtype.itemsize
@@ -438,6 +433,7 @@ def _spec(
         tiles=tiles,
         suits=_suits,
         default=default,
+        fixed=fixed_order.FixedOrder(product_order, fixed, twin=twin),
         cost=cost,
         small_tokens=(0, 1, 17),
         per_token=("x",),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -222,6 +223,7 @@ WRITE_KV = KernelSpec(
     default=lambda case, tokens: Tile(
         BLOCK_T=1 if tokens <= 256 else 4, num_warps=1 if tokens <= 256 else 4, num_stages=1
     ),
+    fixed=UNORDERED,
     cost=_write_cost,
     tolerance=Exact(),
     mutates=("k_cache", "v_cache"),

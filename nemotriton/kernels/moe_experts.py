@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
-from nemotriton.kernels.moe_route import Routing, route_experts_ref
+from nemotriton.kernels.fixed_order import FixedOrder
+from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_experts
+from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import (
     Args,
@@ -50,6 +52,9 @@ def experts_ref(
     flat, order = ids.flatten().sort(stable=True)
     rows = []
     for e, pairs in zip(flat.unique_consecutive().tolist(), _runs(flat, order)):
+        if e < 0:  # an expert of another rank
+            rows.append(x.new_zeros(len(pairs), down.shape[1], dtype=f))
+            continue
         h = torch.relu(x[pairs // K].to(f) @ up[e].to(f).T).square().to(x.dtype)
         rows.append(h.to(f) @ down[e].to(f).T)
     if not rows:
@@ -235,9 +240,10 @@ def _up_pair(
     pair = pid // tiles
     n = (pid % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(ids_idx + pair).to(tl.int64)
-    x, w = x_ptr + pair // K * x_stride, up_ptr + expert * F * L
-    acc = _vector_times_weight(x, w, n, F, L, BLOCK_N, BLOCK_K)
-    tl.store(h_ptr + pair * F + n, relu2(acc).to(h_ptr.dtype.element_ty), mask=n < F)
+    if expert >= 0:
+        x, w = x_ptr + pair // K * x_stride, up_ptr + expert * F * L
+        acc = _vector_times_weight(x, w, n, F, L, BLOCK_N, BLOCK_K)
+        tl.store(h_ptr + pair * F + n, relu2(acc).to(h_ptr.dtype.element_ty), mask=n < F)
 
 
 @triton.jit
@@ -258,9 +264,10 @@ def _down_pair(
     pair = pid // tiles
     n = (pid % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.load(ids_idx + pair).to(tl.int64)
-    w = down_ptr + expert * L * F
-    acc = _vector_times_weight(h_ptr + pair * F, w, n, L, F, BLOCK_N, BLOCK_K)
-    tl.store(rows_ptr + pair * L + n, acc * tl.load(weights_ptr + pair), mask=n < L)
+    if expert >= 0:
+        w = down_ptr + expert * L * F
+        acc = _vector_times_weight(h_ptr + pair * F, w, n, L, F, BLOCK_N, BLOCK_K)
+        tl.store(rows_ptr + pair * L + n, acc * tl.load(weights_ptr + pair), mask=n < L)
 
 
 @triton.jit
@@ -292,7 +299,7 @@ def run_experts(
     (T, K), (E, F, L) = routing.ids.shape, up.shape
     P = T * K
     h = torch.empty((P, F), dtype=x.dtype, device=x.device)
-    rows = torch.empty((P, L), dtype=torch.float32, device=x.device)
+    rows = pair_rows(routing, L, dtype=torch.float32)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
     tile = RUN_EXPERTS.tile(T, x, E=E, F=F, L=L, K=K)
     if x.dtype == torch.float32 and tile["BLOCK_M"] > 32:
@@ -332,19 +339,25 @@ def _tiles(case: Case) -> list[Tile]:
     few = [
         Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=4, num_stages=s)
         for m in (16, 32)
-        for n in (32, 64, 128)
-        for k in (64, 128)
+        for n, k in ((32, 128), (64, 64), (64, 128), (128, 64))
         for s in (3, 4)
     ]
     many = [
         Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=64, num_warps=w, num_stages=s)
         for m in (64, 128)
-        for n in (64, 128, 256)
+        for n in (128, 256)
         for w in (4, 8)
         for s in (3, 4)
         if m * n // w <= 4096  # 128 accumulators a lane: more spill
     ]
     return pair + few + many
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens: blocks of about an expert's rows."""
+    fits = {1: (0, 4), 16: (2, 512), 32: (256, 1024), 64: (512, 4096), 128: (1024, 1 << 20)}
+    low, high = fits[int(tile["BLOCK_M"])]
+    return low < tokens <= high
 
 
 def _default(case: Case, tokens: int) -> Tile:
@@ -398,7 +411,9 @@ RUN_EXPERTS = KernelSpec(
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768),
     make=_make,
     tiles=_tiles,
+    suits=_suits,
     default=_default,
+    fixed=FixedOrder(experts_order, fixed_experts, twin=by_token(run_experts_ref)),
     cost=_cost,
     per_token=("x",),
     strided=("x",),

@@ -10,12 +10,13 @@ for pair p = t*K + j of token t and expert e = ids[t, j]. (*) With NARROW, for m
 rounded to x's dtype before the sum. The kernels are in `moe_packed`; a tile names the blocks of
 both products:
 
-    BLOCKS    0: a block is one pair; 1: the pairs of one expert, found among the sorted ones, which
-              are at most as many as tokens: up to UP_M tokens; 2: up to UP_M (DOWN_M) pairs of one
-              expert, by tables that a launch of their own writes
+    BLOCKS    0: a block is one pair; 1: the pairs of one expert, found among the ids, one a token:
+              up to UP_M tokens; 2: up to UP_M (DOWN_M) pairs of one expert, by tables that a launch
+              of their own writes out of the sorted pairs, which the others do without
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
-    PDL       dependent launches
+    PDL       dependent launches; AHEAD: blocks of columns that a down program prefetches before it
+              waits (a power of two; of 128 columns)
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -28,12 +29,14 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import DECODE, FixedOrder, phase
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
 from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of, unpack_hopper
 from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
+from nemotriton.kernels.moe_fixed import by_token
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
-from nemotriton.kernels.moe_route import Routing
+from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
     Args,
@@ -50,6 +53,8 @@ from nemotriton.kernels.quantize import check_scale
 
 DTYPES = (torch.bfloat16, torch.float16)
 TABLE_BLOCKS = 8  # blocks of a program that writes tables
+TABLE_PAIRS = 16  # or pairs, where they are not sorted
+UNSORTED_PAIRS = 1536  # every program compares its pairs with all
 ORDER_COLUMNS = 1024  # columns of a program that orders x
 COMBINE_PROGRAMS = 256  # so many add rows up, where columns suffice: that keeps the last one short
 
@@ -69,6 +74,8 @@ def run_experts_packed_ref(
     f, L = acc_dtype(x), x.shape[1]
     if ordered:
         x = torch.empty_like(x).index_copy_(1, k_order(L, True, x.device), x)
+    if routing.offsets.shape[0] == 0:
+        routing = sort_pairs_ref(routing, up_words.shape[0])
     return _experts_ref(
         x,
         lambda e: nvfp4_values_ref(*unpack_hopper(up_words[e], width, L), f),
@@ -96,7 +103,8 @@ def run_experts_packed(
 
     x [T, L] bf16 or fp16; words and globals as in the module's docstring; width: F. ordered: x's
     columns stand in `k_order(L, mma=True)`, which spares a launch at a few tokens; y's never do.
-    Returns [T, L] in x's dtype."""
+    The pairs need not be sorted: up to UNSORTED_PAIRS that is the faster way. Returns [T, L] in x's
+    dtype."""
     E = _check(x, up_words, up_global, down_words, down_global, width, routing, ordered)
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
@@ -104,26 +112,30 @@ def run_experts_packed(
     plan = _Plan(tile, x, width)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
-    parts = torch.empty((P, plan.split, L), dtype=kept, device=x.device)
+    parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
+    chosen = {"K": K, "BLOCK_J": next_pow2(K)}
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     launch(
         _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
-        *up_table.tensors, P, rows.stride(0), x_width, K=K, N_TILES=tiles_of(width),
+        *up_table.tensors, P, rows.stride(0), x_width, **chosen, N_TILES=tiles_of(width),
         K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
         NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
         H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
     )  # fmt: skip
     launch(
         _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
-        down_global, routing.weights, parts, *down_table.tensors, P, L=L, H=plan.h_width,
+        down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen, H=plan.h_width,
         N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
         SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0,
+        AHEAD=min(int(tile["AHEAD"]), next_pow2(plan.down_steps // plan.split)),
         launch_pdl=plan.pdl, **plan.meta("DOWN"),
     )  # fmt: skip
     count = K * plan.split
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
-    while T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
+    if phase() == DECODE:  # the order of the sum depends on it
+        block_l = min(block_l, 64)
+    while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
         block_l //= 2
     launch(
         _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
@@ -173,8 +185,9 @@ def _tables(
     """Tables of both products, x as the first one reads it, and how many columns that has."""
     (T, L), K = x.shape, routing.ids.shape[1]
     if plan.blocks < 2:
-        table = _Table(routing.order, routing.ids, T * K)
+        table = _Table(routing.ids, routing.ids, T * K)
         return table, table, x, L
+    in_order = routing.offsets.shape[0] > 0
     width = cdiv(L, 64) * 64
     rows = x
     if not (ordered and plan.mma):
@@ -186,15 +199,16 @@ def _tables(
         blocks = most_blocks(T * K, E, block_m)
         made = torch.empty((blocks, block_m), dtype=torch.int32, device=x.device)
         experts = torch.empty((blocks,), dtype=torch.int32, device=x.device)
-        programs = cdiv(blocks, TABLE_BLOCKS)
+        programs = cdiv(blocks, TABLE_BLOCKS) if in_order else cdiv(T * K, TABLE_PAIRS)
         # x is ordered in the first launch only
         extra = T * cdiv(width, ORDER_COLUMNS) if rows is not x and not tables else 0
         launch(
-            _prepare, (programs + extra,), routing.offsets, routing.order, experts, made, programs,
-            blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m, BLOCK_E=next_pow2(E),
-            BLOCK_B=TABLE_BLOCKS, MMA=plan.mma, FROM_MMA=ordered,
-            BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl, launch_pdl=plan.pdl,
-            num_warps=4,
+            _prepare, (programs + extra,), routing.offsets, routing.order, routing.ids, experts,
+            made, programs, T * K, blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m,
+            BLOCK_E=next_pow2(E + 1 - in_order), BLOCK_P=min(512, next_pow2(T * K)),
+            BLOCK_B=TABLE_BLOCKS if in_order else TABLE_PAIRS, SORTED=in_order, MMA=plan.mma,
+            FROM_MMA=ordered, BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl,
+            launch_pdl=plan.pdl, num_warps=4,
         )  # fmt: skip
         tables[block_m] = _Table(made, experts, blocks)
     return tables[int(tile["UP_M"])], tables[int(tile["DOWN_M"])], rows, width
@@ -223,7 +237,7 @@ def _check(
         )
     require(routing.ids.shape[0] == T, f"{T} tokens, but a routing of {routing.ids.shape[0]}")
     require(
-        routing.offsets.shape == (E + 1,),
+        routing.offsets.shape in ((0,), (E + 1,)),
         f"the routing is over {routing.offsets.shape[0] - 1} experts, the weights have {E}",
     )
     for scale in (up_global, down_global):
@@ -246,7 +260,8 @@ def _tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, PDL=False, ASM=True)
+    rest = {"SPLIT": split, "BLOCKS": blocks, "NARROW": narrow, "ASM": True}
+    return Tile(**both, **rest, PDL=up[0] == 8, AHEAD=0)
 
 
 _ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
@@ -270,7 +285,8 @@ _MANY = [
 def _tiles(case: Case) -> list[Tile]:
     pairs = [_tile(up, down, s, blocks=b) for up, down, s in _FEW[:2] for b in (0, 1)]
     few = [_tile(up, down, s) for up, down, s in _FEW]
-    late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
+    late = [tile.but(PDL=False) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
+    late += [tile.but(AHEAD=steps) for tile in (*pairs[:2], few[0]) for steps in (2, 8)]
     many = [_tile(up, down, narrow=True) for up, down in _MANY]
     plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
     if case.F % 128:  # what `_default` takes there
@@ -307,6 +323,26 @@ def _default(case: Case, tokens: int) -> Tile:
     if per_expert <= 132:
         return _tile(_M128, _M128, narrow=True)
     return _tile(_M128W, _M64, narrow=True)
+
+
+def _order(tile: Tile) -> Any:
+    """What decides the order of all three sums: by mma.sync or wgmma, whose positions of columns
+    differ, parts of the second product, and what they are rounded to."""
+    mma = int(tile["UP_WARPS"]) < 4, int(tile["DOWN_WARPS"]) < 4
+    return *mma, tile["SPLIT"], tile["NARROW"], tile["UP_K"], tile["DOWN_K"]
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """Generated tokens by mma.sync in three parts, which one token wants; prompts by wgmma."""
+    pairs, per_expert = tokens * case.K, tokens * case.K / case.E
+    if phase == DECODE:
+        down = _TWO if case.F % 128 else _ONE
+        if pairs <= 384:
+            few = 0 if pairs <= 48 else 1 if tokens <= 8 and pairs <= 192 else 2
+            return _tile(_TWO, down, 3, blocks=few)
+        return _tile(_WIDE, down if per_expert <= 3 else _DEEP, 3)
+    size = _M16 if per_expert <= 14 else _M32 if per_expert <= 30 else _M64W
+    return _tile(size, size, narrow=True)
 
 
 def _cases(config: Any) -> list[Case]:
@@ -347,6 +383,7 @@ RUN_EXPERTS_PACKED = KernelSpec(
     make=_make,
     tiles=_tiles,
     default=_default,
+    fixed=FixedOrder(_order, _fixed, twin=by_token(run_experts_packed_ref)),
     cost=RUN_EXPERTS_NVFP4.cost,
     per_token=("x",),
     strided=("x",),

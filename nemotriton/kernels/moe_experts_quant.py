@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
@@ -32,7 +33,8 @@ from nemotriton.kernels.fp4 import (
 )
 from nemotriton.kernels.gemm_quant import X_DTYPES, random_fp8, random_nvfp4
 from nemotriton.kernels.moe_experts import RUN_EXPERTS, _combine, _find_block, most_blocks
-from nemotriton.kernels.moe_route import Routing, route_experts_ref
+from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_quantised
+from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
 from nemotriton.kernels.numerics import relu2, relu2_ref
 from nemotriton.kernels.op import (
     Args,
@@ -336,7 +338,7 @@ def _run(
     if x_scale is not None:
         x = round_rows(x, x_scale, up[1] is not None, routing)
     h = torch.empty((P, F), dtype=x.dtype, device=x.device)
-    rows = torch.empty((P, L), dtype=torch.float32, device=x.device)
+    rows = pair_rows(routing, L, dtype=torch.float32)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
     tile = spec.tile(T, x, E=E, F=F, L=L, K=K)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger blocks spill
@@ -436,6 +438,7 @@ def _spec(wrapper: Any, fp4: bool) -> KernelSpec:
         make=_maker(fp4),
         tiles=_tiles,
         default=_default,
+        fixed=FixedOrder(experts_order, fixed_quantised, twin=by_token(wrapper.ref)),
         cost=cost,
         per_token=("x",),
         strided=("x",),

@@ -4,20 +4,22 @@ Weights are the left operand of the products, so a tile of BLOCK_N of an expert'
 as eight tokens; they are decoded in registers, straight into the fragments that the tensor cores
 read. h is stored in the order of columns that the second product wants.
 
-Blocks are expert-major: `_prepare` writes their experts and pairs out of the router's offsets, and
-x in the products' column order, which the gathering loads then read; gathered rows are nowhere
-stored. Grids are as large as any routing of the tokens can need, and programs without a block leave
-at once: the host never waits, and a CUDA graph serves every routing. Nothing depends on the order
-of programs, so equal inputs give equal bits.
+Blocks are expert-major: `_prepare` writes their experts and pairs out of the router's offsets or,
+for a few tokens whose pairs nobody sorted, out of the ids alone, and x in the products' column
+order, which the gathering loads then read; gathered rows are nowhere stored. Grids are as large as
+any routing of the tokens can need, and programs without a block leave at once: the host never
+waits, and a CUDA graph serves every routing. Nothing depends on the order of programs, so equal
+inputs give equal bits.
 
 All are dependent launches (see `dependent`); the products let the next kernel come when they have
-left their loops. Which weights a program reads is known from the routing only, so that none are
-prefetched.
+left their loops. Which weights a program reads is known from the routing only: the up product has
+it from the launch before, and can prefetch nothing.
 """
 
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.hopper_pack import (
     WEIGHT_UNIT,
     WORDS,
@@ -55,6 +57,40 @@ def _write_tables(
 
 
 @triton.jit
+def _tables_of_ids(
+    pid, ids_idx, experts_ptr, rows_ptr, pairs, blocks,
+    E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The same tables from pairs that are not sorted: BLOCK_B of them find their blocks, by the
+    pairs of every expert (BLOCK_E > E) and by the earlier ones of their own."""
+    e = tl.arange(0, BLOCK_E)
+    p = pid * BLOCK_B + tl.arange(0, BLOCK_B)
+    live = p < pairs
+    mine = tl.load(ids_idx + p, mask=live, other=-1).to(tl.int64).to(tl.int32)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    rank = tl.zeros([BLOCK_B], tl.int32)
+    for q0 in range(0, pairs, BLOCK_P):
+        q = q0 + tl.arange(0, BLOCK_P)
+        ids = tl.load(ids_idx + q, mask=q < pairs, other=E).to(tl.int64).to(tl.int32)
+        counts += tl.histogram(ids, BLOCK_E)
+        earlier = (ids[None, :] == mine[:, None]) & (q[None, :] < p[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    needed = tl.where(e < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)
+    first = tl.sum(tl.where(e[None, :] < mine[:, None], needed[None, :], 0), 1)
+    count = tl.sum(tl.where(e[None, :] == mine[:, None], counts[None, :], 0), 1)
+    block, m = first + rank // BLOCK_M, rank % BLOCK_M
+    row = rows_ptr + block * BLOCK_M + m
+    tl.store(row, p.to(tl.int32), mask=live)
+    tl.store(experts_ptr + block, mine, mask=live & (m == 0))
+    last = live & (rank == count - 1)  # what remains of its block is nobody's
+    for i in tl.static_range(1, BLOCK_M):
+        tl.store(row + i, -1, mask=last & (m + i < BLOCK_M))
+    b = pid * BLOCK_B + tl.arange(0, BLOCK_B)
+    tl.store(experts_ptr + b, -1, mask=(b >= tl.sum(needed, 0)) & (b < blocks))
+
+
+@triton.jit
 def _write_ordered(
     pid, x_ptr, ordered_ptr, x_stride, L, W,
     MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -72,22 +108,30 @@ def _write_ordered(
     tl.store(ordered_ptr + t * W + position, x, mask=position < W)
 
 
-@triton.jit(do_not_specialize=["table_programs", "blocks"])
+@triton.jit(do_not_specialize=["table_programs", "pairs", "blocks"])
 def _prepare(
-    offsets_idx, order_idx, experts_ptr, rows_ptr, table_programs, blocks,
+    offsets_idx, order_idx, ids_idx, experts_ptr, rows_ptr, table_programs, pairs, blocks,
     x_ptr, ordered_ptr, x_stride, L, W,
     E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr, SORTED: tl.constexpr,
     MMA: tl.constexpr, FROM_MMA: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tables by the first programs, x in order by the others."""
     pid = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # small programs, which leave room at once
     if pid < table_programs:
-        _write_tables(
-            pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
-            E, BLOCK_M, BLOCK_E, BLOCK_B,
-        )  # fmt: skip
+        if SORTED:
+            _write_tables(
+                pid, offsets_idx, order_idx, experts_ptr, rows_ptr, blocks,
+                E, BLOCK_M, BLOCK_E, BLOCK_B,
+            )  # fmt: skip
+        else:
+            _tables_of_ids(
+                pid, ids_idx, experts_ptr, rows_ptr, pairs, blocks,
+                E, BLOCK_M, BLOCK_E, BLOCK_B, BLOCK_P,
+            )  # fmt: skip
     else:
         _write_ordered(
             pid - table_programs, x_ptr, ordered_ptr, x_stride, L, W, MMA, FROM_MMA, BLOCK_L
@@ -95,37 +139,40 @@ def _prepare(
 
 
 @triton.jit
-def _find_rows(rows_idx, experts_idx, block, pairs, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr):
+def _find_rows(
+    rows_idx, experts_idx, block, pairs,
+    K: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
     """(expert or -1, int32 [BLOCK_M] its pairs, each or -1) of a block.
 
-    BLOCKS 0: block is a pair, experts are by pair. 1: block is a place in the sorted pairs, rows,
-    and stands for the run of one expert that begins there, of at most BLOCK_M; experts are by pair.
+    BLOCKS 0: block is a pair, experts are by pair. 1: the same, and the first pair of an expert
+    stands for all of them, of which a token has one at most: row m is that of token m < BLOCK_M.
     2: rows and experts are the tables of `_prepare`."""
     m = tl.arange(0, BLOCK_M)
+    # past L1, for the down product reads them before it waits
+    expert = tl.load(experts_idx + block, cache_modifier=".cg").to(tl.int64)
     if BLOCKS == 0:
-        expert = tl.load(experts_idx + block).to(tl.int64)
         rows = tl.where(m == 0, block, -1)
     elif BLOCKS == 1:
-        i = block + m
-        rows = tl.load(rows_idx + i, mask=i < pairs, other=-1).to(tl.int64)
-        first = tl.load(rows_idx + block).to(tl.int64)
-        before = tl.load(rows_idx + block - 1, mask=block > 0, other=-1).to(tl.int64)
-        experts = tl.load(experts_idx + rows, mask=rows >= 0, other=-1).to(tl.int64)
-        expert = tl.load(experts_idx + first).to(tl.int64)
-        other = tl.load(experts_idx + before, mask=before >= 0, other=-1).to(tl.int64)
-        rows = tl.where(experts == expert, rows, -1)
-        expert = tl.where(expert == other, -1, expert)
+        j = tl.arange(0, BLOCK_J)
+        pair = m[:, None] * K + j[None, :]
+        there = (j < K)[None, :] & (pair < pairs)
+        ids = tl.load(experts_idx + pair, mask=there, other=-1, cache_modifier=".cg").to(tl.int64)
+        same = ids == expert
+        rows = tl.max(tl.where(same, pair, -1), 1).to(tl.int64)
+        first = tl.min(tl.where(rows < 0, block, rows), 0)
+        expert = tl.where(first < block, -1, expert)
     else:
-        expert = tl.load(experts_idx + block).to(tl.int64)
-        rows = tl.load(rows_idx + block * BLOCK_M + m).to(tl.int64)
+        rows = tl.load(rows_idx + block * BLOCK_M + m, cache_modifier=".cg").to(tl.int64)
     return expert, rows.to(tl.int32)  # half the registers while the product runs
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _packed_up(
     x_ptr, words_ptr, global_ptr, h_ptr, table_ptr, experts_ptr, pairs, x_stride, x_width,
-    K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
-    STEPS: tl.constexpr, BLOCKS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, BLOCK_J: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr,
+    K_TILES: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr, NATURAL: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +182,7 @@ def _packed_up(
         tl.extra.cuda.gdc_wait()
     block = pid // (H // BLOCK_N)
     tile_n = pid % (H // BLOCK_N)
-    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, BLOCKS, BLOCK_M)
+    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
     if expert >= 0:
         scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
         live = rows >= 0
@@ -152,30 +199,54 @@ def _packed_up(
         tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
 
 
+@triton.jit
+def _prefetch_tile(
+    matrix, tile_n, step_0, STEPS: tl.constexpr, K_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Bring BLOCK_N rows of STEPS (0 or a power of two) tiles of columns from step_0 near."""
+    if STEPS > 0:
+        LINES: tl.constexpr = BLOCK_N // 16 * 8  # of codes in a tile of columns; each 32 words
+        SCALES: tl.constexpr = LINES // 8
+        block = tile_n * (BLOCK_N // 16)
+        tile = matrix + block // 8 * (K_TILES * WORDS)
+        i = tl.arange(0, STEPS * LINES)
+        column = tl.minimum(step_0 + i // LINES, K_TILES - 1) * WORDS
+        prefetch(tile + column + block % 8 * 256 + i % LINES * 32)
+        j = tl.arange(0, STEPS * SCALES)
+        column = tl.minimum(step_0 + j // SCALES, K_TILES - 1) * WORDS
+        prefetch(tile + column + 2048 + block % 8 * 32 + j % SCALES * 32)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _packed_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_ptr, pairs,
-    L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
-    STEPS: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    K: tl.constexpr, BLOCK_J: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    N_TILES: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns."""
+    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns.
+
+    Which expert a program has was written two launches ago: it is known before h is there, and the
+    first AHEAD blocks of its weights are then on their way."""
     TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     block = pid // (TILES * SPLIT)
     tile_n = pid % TILES
     split = pid // TILES % SPLIT
+    step_0 = split.to(tl.int32) * STEPS
+    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
+    live = (rows >= 0) & (expert >= 0)
+    weights = tl.load(weights_ptr + rows, mask=live, other=0.0, cache_modifier=".cg")
+    scale = tl.load(global_ptr + tl.maximum(expert, 0)) * WEIGHT_UNIT * weights
+    matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
     if PDL:
+        if expert >= 0:
+            _prefetch_tile(matrix, tile_n.to(tl.int32), step_0, AHEAD, K_TILES, BLOCK_N)
         tl.extra.cuda.gdc_wait()
-    expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, BLOCKS, BLOCK_M)
     if expert >= 0:
-        live = rows >= 0
-        safe = tl.where(live, rows, 0)
-        scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * tl.load(weights_ptr + safe)
-        matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
-        h_rows = h_ptr + safe.to(tl.int64) * H
-        step_0 = split.to(tl.int32) * STEPS
+        h_rows = h_ptr + tl.where(live, rows, 0).to(tl.int64) * H
         acc = packed_product(
             h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, MMA,
@@ -199,6 +270,7 @@ def _packed_combine(
     t = pid // tiles
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # small programs, which leave room at once
     n = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
     j = tl.arange(0, BLOCK_R)
     at = rows_ptr + (t * COUNT + j)[:, None] * L + n[None, :]

@@ -14,15 +14,10 @@ and the kernel then choose the same experts, which two float32 sigmoids an ulp a
 The twin on float64 inputs (the oracle) chooses from the float32 score too, and weighs in float64.
 A NaN choice sorts below every number, so the ids of such a row are valid and its weights NaN.
 
-The kernel does not sort. It finds the K-th largest key of a row by bisection over the bits of the
-float32 choice, which ends as soon as exactly K keys are at or above the middle, and then takes the
-lowest indices of those equal to it. A chosen expert's place among the ids is the number of chosen
-ones before it. The sum behind `normalize` is taken in float64, where K float32 scores add exactly
-in any order, so that no tile changes a weight.
-
 T tokens, E experts, K experts a token; logits and bias fp32, ids int32, weights fp32.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -30,6 +25,10 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import UNORDERED, per_row
+from nemotriton.kernels.moe_choice import expert_columns, load_bias, route_tokens
+from nemotriton.kernels.moe_route_rows import _route_rows, route_rows, row_tile, suits_rows
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -42,12 +41,12 @@ from nemotriton.kernels.op import (
     next_pow2,
     op,
 )
-from nemotriton.kernels.order import NOTHING, order_bits, order_key, top_indices
+from nemotriton.kernels.order import top_indices
 
 # tokens x experts that one program holds in registers: up to here routing and sort are one launch
 ONE_PROGRAM = 8192
-SCAN_BLOCKS, SCAN_EXPERTS = 256, 8
-ABSENT = tl.constexpr(-(2**31))  # order bits of no expert: below those of NaN
+# up to so many programs their counts are added in blocks of (programs, experts), by warps
+SCANS = ((512, 256, 8, 4), (2**31, 1024, 4, 8))
 
 
 class Routing(NamedTuple):
@@ -55,12 +54,33 @@ class Routing(NamedTuple):
 
     ids [T, K] int32, ascending, and their weights [T, K] fp32; order [T*K] int32 holds the flat
     pairs t*K + j sorted by expert, in token order within one; expert e owns
-    order[offsets[e]:offsets[e+1]], offsets [E+1] int32."""
+    order[offsets[e]:offsets[e+1]], offsets [E+1] int32. Both are empty
+    where nobody asked for them."""
 
     ids: torch.Tensor
     weights: torch.Tensor
     order: torch.Tensor
     offsets: torch.Tensor
+
+
+class OwnRouting(Routing):
+    """A routing over some of the experts: pairs of others have the id -1 and stand before the
+    first offset or behind the last; their part of a token's sum is zero."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, whole: Routing, first: int, end: int) -> "OwnRouting":
+        """What of `whole` concerns the experts first .. end - 1, numbered from 0."""
+        ids = torch.where((whole.ids >= first) & (whole.ids < end), whole.ids - first, -1)
+        return cls(ids, whole.weights, whole.order, whole.offsets[first : end + 1])
+
+
+def pair_rows(routing: Routing, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scratch for the experts' results, a row a pair; zeros where no expert may write a row."""
+    ids = routing.ids
+    make = torch.zeros if isinstance(routing, OwnRouting) else torch.empty
+    return make((ids.numel(), *shape), dtype=dtype, device=ids.device)
 
 
 # ---------------------------------------------------------------------------------- route_experts
@@ -72,10 +92,13 @@ def route_experts_ref(
     top_groups: int = 1,
     normalize: bool = True,
     scale: float = 1.0,
+    sort: bool = True,
 ) -> Routing:
     """Twin of `route_experts`; differentiable from logits to weights."""
     E = _check(logits, bias, top_k, router_groups, top_groups)
-    score = torch.sigmoid(logits.double())
+    if logits.ndim == 3:
+        logits = functools.reduce(torch.add, logits)
+    score = per_row(torch.sigmoid, logits.double())
     choice = score.float().detach()
     if bias is not None:
         choice = choice + bias.float()
@@ -93,17 +116,26 @@ def route_experts_ref(
     weights = score.to(acc_dtype(logits)).gather(-1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    pairs, order = ids.flatten().sort(stable=True)
-    experts = torch.arange(E + 1, device=ids.device)
-    offsets = torch.searchsorted(pairs, experts)
-    return Routing(ids.int(), weights * scale, order.int(), offsets.int())
+    nothing = torch.zeros(0, dtype=torch.int32, device=ids.device)
+    routing = Routing(ids.int(), weights * scale, nothing, nothing)
+    return sort_pairs_ref(routing, E) if sort else routing
+
+
+def sort_pairs_ref(routing: Routing, E: int) -> Routing:
+    """The routing with its pairs sorted."""
+    pairs, order = routing.ids.flatten().sort(stable=True)
+    offsets = torch.searchsorted(pairs, torch.arange(E + 1, device=pairs.device, dtype=pairs.dtype))
+    return routing._replace(order=order.int(), offsets=offsets.int())
 
 
 def _check(
     logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, groups: int, top_groups: int
 ) -> int:
-    require(logits.ndim == 2, f"logits must be [tokens, experts], got {tuple(logits.shape)}")
-    E = logits.shape[1]
+    require(
+        logits.ndim == 2 or (logits.ndim == 3 and logits.shape[0] > 0),
+        f"logits must be [tokens, experts], or parts of them, got {tuple(logits.shape)}",
+    )
+    E = logits.shape[-1]
     if bias is not None:
         require(bias.shape == (E,), f"a bias of shape {tuple(bias.shape)} for {E} experts")
     require(
@@ -118,127 +150,58 @@ def _check(
     return E
 
 
-@triton.jit
-def _sigmoid(x):
-    """The float32 nearest to sigmoid(x)."""
-    x = x.to(tl.float64)
-    e = tl.exp(-tl.abs(x))
-    return (tl.where(x >= 0, 1.0, e) / (1.0 + e)).to(tl.float32)
-
-
-@triton.jit
-def _limit_groups(
-    keys,
-    choice,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """keys [BLOCK_T, BLOCK_G * BLOCK_S] with those outside the best groups set to ABSENT."""
-    keys = tl.reshape(keys, [BLOCK_T, BLOCK_G, BLOCK_S])
-    choice = tl.reshape(choice, [BLOCK_T, BLOCK_G, BLOCK_S])
-    down = BLOCK_S - tl.arange(0, BLOCK_S)[None, None, :]
-    ranked = (keys.to(tl.int64) << 32) + down  # no two are equal
-    first = tl.max(ranked, 2)
-    won = ranked == first[:, :, None]
-    rest = tl.where(won, NOTHING, ranked)
-    next_won = (rest == tl.max(rest, 2)[:, :, None]) & (keys != ABSENT)
-    worth = tl.sum(tl.where(won, choice, 0.0), 2) + tl.sum(tl.where(next_won, choice, 0.0), 2)
-    g = tl.arange(0, BLOCK_G)
-    group_keys = tl.where((g < GROUPS)[None, :], order_key(worth, g[None, :]), NOTHING)
-    kept = tl.zeros([BLOCK_T, BLOCK_G], tl.int32)
-    for _ in range(TOP_GROUPS):
-        hit = group_keys == tl.max(group_keys, 1)[:, None]
-        kept = tl.where(hit, 1, kept)
-        group_keys = tl.where(hit, NOTHING, group_keys)
-    keys = tl.where((kept > 0)[:, :, None], keys, ABSENT)
-    return tl.reshape(keys, [BLOCK_T, BLOCK_G * BLOCK_S])
-
-
-@triton.jit
-def _threshold(keys, K: tl.constexpr):
-    """int32 [BLOCK_T]: in each row at least K keys are at or above it, and fewer above it.
-
-    Where exactly K are at or above some middle, that middle serves and the row's search is over."""
-    low = tl.min(tl.where(keys == ABSENT, 2147483647, keys), 1).to(tl.int64)
-    high = tl.max(keys, 1).to(tl.int64) + 1
-    while tl.max(high - low, 0) > 1:
-        middle = low + ((high - low) >> 1)
-        count = tl.sum((keys >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
-        low = tl.where(count >= K, middle, low)
-        high = tl.where(count > K, high, tl.where(count == K, middle + 1, middle))
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _slots(keys, K: tl.constexpr):
-    """The place j of each of the K largest keys among the ids of its row; -1 of the others."""
-    bar = _threshold(keys, K)[:, None]
-    above, equal = (keys > bar).to(tl.int32), (keys == bar).to(tl.int32)
-    counts = above + (equal << 16)  # both are counted in one scan
-    before = tl.cumsum(counts, 1) - counts
-    room = K - tl.sum(above, 1)[:, None]
-    chosen = (above > 0) | ((equal > 0) & ((before >> 16) < room))
-    return tl.where(chosen, (before & 0xFFFF) + tl.minimum(before >> 16, room), -1)
-
-
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "part_stride"])
 def _route(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, order_ptr, offsets_ptr, ranks_ptr, counts_ptr,
-    logits_stride, T, scale,
-    K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr, HAS_BIAS: tl.constexpr, SORT: tl.constexpr,
+    logits_stride, part_stride, T, scale,
+    PARTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, NORMALIZE: tl.constexpr, SORT: tl.constexpr, COUNT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Route BLOCKS blocks of tokens; then sort the pairs (one program), or count them by expert."""
+    """Route BLOCKS blocks of tokens; SORT: then sort the pairs (one program); COUNT: or count them
+    by expert."""
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_G * BLOCK_S)  # groups padded to BLOCK_S experts, BLOCK_G groups
-    e = column // BLOCK_S * SIZE + column % BLOCK_S
-    real = (column // BLOCK_S < GROUPS) & (column % BLOCK_S < SIZE)
+    e, real = expert_columns(GROUPS, SIZE, BLOCK_G, BLOCK_S)
+    bias = load_bias(bias_ptr, e, real)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # few programs take little room from the next ones
     seen = tl.zeros([BLOCK_G * BLOCK_S], tl.int32)  # pairs of each expert in this program so far
     for block in range(BLOCKS):
         t = (program * BLOCKS + block) * BLOCK_T + tl.arange(0, BLOCK_T)
-        live = t < T
-        inside = live[:, None] & real[None, :]
-        logits = logits_ptr + (t * logits_stride)[:, None] + e[None, :]
-        score = _sigmoid(tl.load(logits, mask=inside, other=0.0))
-        choice = score
-        if HAS_BIAS:
-            choice += tl.load(bias_ptr + e, mask=real, other=0.0).to(tl.float32)[None, :]
-        keys = tl.where(real[None, :], order_bits(choice), ABSENT)
-        if TOP_GROUPS < GROUPS:
-            keys = _limit_groups(keys, choice, GROUPS, TOP_GROUPS, BLOCK_T, BLOCK_G, BLOCK_S)
-
-        slot = tl.where(live[:, None], _slots(keys, K), -1)
+        slot, weight = route_tokens(
+            logits_ptr, bias, t, T, e, real, logits_stride, part_stride, scale,
+            PARTS, K, GROUPS, TOP_GROUPS, NORMALIZE, BLOCK_T, BLOCK_G, BLOCK_S,
+        )  # fmt: skip
         chosen = slot >= 0
-        weight = tl.where(chosen, score, 0.0)
-        if NORMALIZE:
-            total = tl.sum(weight.to(tl.float64), 1).to(tl.float32)
-            weight = tl.div_rn(weight, (total + 1e-20)[:, None])
         place = (t * K)[:, None] + slot
         tl.store(ids_ptr + place, tl.broadcast_to(e[None, :], slot.shape), mask=chosen)
-        tl.store(weights_ptr + place, weight * scale, mask=chosen)
-
-        one = chosen.to(tl.int32)
-        rank = tl.cumsum(one, 0) - one + seen[None, :]
-        seen += tl.sum(one, 0)
+        tl.store(weights_ptr + place, weight, mask=chosen)
+        if SORT or COUNT:
+            one = chosen.to(tl.int32)
+            rank = tl.cumsum(one, 0) - one + seen[None, :]
+            seen += tl.sum(one, 0)
         if SORT:
             end = tl.cumsum(seen, 0)
             tl.store(offsets_ptr, 0)
             tl.store(offsets_ptr + 1 + e, end, mask=real)
             pair = order_ptr + (end - seen)[None, :].to(tl.int64) + rank
             tl.store(pair, place.to(tl.int32), mask=chosen)
-        else:
+        if COUNT:
             tl.store(ranks_ptr + place, rank, mask=chosen)
-    if not SORT:
+    if COUNT:
         tl.store(counts_ptr + program * (GROUPS * SIZE) + e, seen, mask=real)
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _scan_counts(counts_ptr, totals_ptr, programs, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+def _scan_counts(
+    counts_ptr, totals_ptr, programs, E,
+    BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """counts [programs, E] become exclusive sums down the programs; totals [E] their ends."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     e = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     b = tl.arange(0, BLOCK_B).to(tl.int64)
     total = tl.zeros([BLOCK_E], tl.int32)
@@ -255,8 +218,11 @@ def _scan_counts(counts_ptr, totals_ptr, programs, E, BLOCK_B: tl.constexpr, BLO
 def _place_pairs(
     ids_idx, ranks_idx, counts_ptr, totals_ptr, order_ptr, offsets_ptr, pairs,
     E: tl.constexpr, OWN: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Store the OWN pairs of a `_route` program behind those of the experts and programs before."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     total = tl.load(totals_ptr + e, mask=e < E, other=0)
@@ -287,43 +253,64 @@ def route_experts(
     top_groups: int = 1,
     normalize: bool = True,
     scale: float = 1.0,
+    sort: bool = True,
 ) -> Routing:
     """Choose and weigh K experts a token, and sort the pairs by expert.
 
-    logits [T, E] fp32, bias [E] fp32 or None; see the module's docstring and `Routing`. One launch
-    while one block holds all tokens, else three."""
-    T, E, K = logits.shape[0], _check(logits, bias, top_k, router_groups, top_groups), top_k
+    logits [T, E] fp32, or [parts, T, E] to be added in that order; bias [E] fp32 or None; see the
+    module's docstring and `Routing`. One launch while one block holds all tokens, or where `sort`
+    is not wanted (then `order` and `offsets` are empty), else three."""
+    (T, E), K = logits.shape[-2:], top_k
+    _check(logits, bias, top_k, router_groups, top_groups)
     require(logits.dtype == torch.float32, f"router logits must be float32, got {logits.dtype}")
-    require(logits.stride(1) == 1, "logits must have unit stride along the experts")
+    require(logits.stride(-1) == 1, "logits must have unit stride along the experts")
     require(E < 2**15, f"{E} experts are more than a row's counters hold")
 
     def new(shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    out = Routing(new((T, K)), new((T, K), torch.float32), new((T * K,)), new((E + 1,)))
-    size = E // router_groups
-    tile = ROUTE_EXPERTS.tile(T, logits, E=E, K=K, G=router_groups, TG=top_groups)
+    pairs, bounds = (T * K, E + 1) if sort else (0, 0)
+    out = Routing(new((T, K)), new((T, K), torch.float32), new((pairs,)), new((bounds,)))
+    case = Case(E=E, K=K, G=router_groups, TG=top_groups)
+    tile = ROUTE_EXPERTS.tile(T, logits, **case) if sort else _default(case, 1)
+    if "ROWS" in tile and not suits_rows(logits, case):
+        tile = _blocks_default(case, T)
     own = int(tile["BLOCK_T"]) * int(tile["BLOCKS"])
-    programs = max(1, cdiv(T, own))  # with no tokens one program still writes the offsets
-    sort = programs == 1 and tile["BLOCKS"] == 1
-    counts, totals, ranks = new((0 if sort else programs, E)), new((E,)), new((0 if sort else T, K))
-    launch(
-        _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(0), T, scale,
-        K=K, GROUPS=router_groups, TOP_GROUPS=top_groups, SIZE=size, NORMALIZE=normalize,
-        HAS_BIAS=bias is not None, SORT=sort,
-        BLOCK_G=next_pow2(router_groups), BLOCK_S=next_pow2(size), **tile,
-    )  # fmt: skip
-    if not sort:
+    programs = max(cdiv(T, own), int(sort))  # with no tokens one program still writes the offsets
+    alone = sort and programs == 1 and tile["BLOCKS"] == 1 and "ROWS" not in tile
+    count = sort and not alone
+    counts, totals, ranks = new((programs if count else 0, E)), new((E,)), new((T * count, K))
+    pdl = dependent(logits)
+    late = {"PDL": pdl, "launch_pdl": pdl}
+    parts, part_stride = (logits.shape[0], logits.stride(0)) if logits.ndim == 3 else (1, 0)
+    if "ROWS" in tile:
+        to = (out.ids, out.weights, ranks, counts)
+        route_rows(logits, bias, to, case, normalize, scale, tile, pdl)
+    else:
         launch(
-            _scan_counts, (cdiv(E, SCAN_EXPERTS),), counts, totals, programs, E,
-            BLOCK_B=SCAN_BLOCKS, BLOCK_E=SCAN_EXPERTS, num_warps=4,
+            _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(-2), part_stride,
+            T, scale, PARTS=parts, K=K, NORMALIZE=normalize, SORT=alone, COUNT=count,
+            **group_sizes(case), **tile, **late,
+        )  # fmt: skip
+    if count:
+        block_b, block_e, warps = next(scan for most, *scan in SCANS if programs <= most)
+        launch(
+            _scan_counts, (cdiv(E, block_e),), counts, totals, programs, E,
+            BLOCK_B=block_b, BLOCK_E=block_e, num_warps=warps, **late,
         )  # fmt: skip
         launch(
             _place_pairs, (programs,), out.ids, ranks, counts, totals, out.order, out.offsets,
             T * K, E=E, OWN=own * K, BLOCK_P=min(1024, next_pow2(own * K)), BLOCK_E=next_pow2(E),
-            num_warps=4,
+            num_warps=4, **late,
         )  # fmt: skip
     return out
+
+
+def group_sizes(case: Case) -> dict[str, int]:
+    """The kernels' constants that say how experts lie in columns, and how many groups stay."""
+    size = case.E // case.G
+    blocks = {"BLOCK_G": next_pow2(case.G), "BLOCK_S": next_pow2(size)}
+    return {"GROUPS": case.G, "TOP_GROUPS": case.TG, "SIZE": size, **blocks}
 
 
 def _columns(case: Case) -> int:
@@ -332,16 +319,31 @@ def _columns(case: Case) -> int:
 
 def _tiles(case: Case) -> list[Tile]:
     """A program routes BLOCKS blocks of BLOCK_T tokens; one that holds all tokens also sorts."""
-    return [
+    blocks = [
         Tile(BLOCK_T=b, BLOCKS=blocks, num_warps=w, num_stages=1)
         for b in (1, 2, 4, 8, 16)
         for w in (1, 2, 4, 8, 16)
-        for blocks in ((1, 8, 32) if b <= 2 else (1, 4))
+        for blocks in ((1, 8) if b <= 2 else (1, 4))
         if 128 <= b * _columns(case) // w <= 512 and b * _columns(case) <= ONE_PROGRAM
     ]
+    return [*blocks, *map(row_tile, (1, 2, 4, 8, 16, 32))]
+
+
+def _suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if "ROWS" in tile:
+        return tokens >= 64 * int(tile["BLOCKS"])
+    return tile["BLOCK_T"] <= tokens and (tokens >= 2048 or tile["BLOCKS"] == 1)
 
 
 def _default(case: Case, tokens: int) -> Tile:
+    """From 512 tokens on a warp a token."""
+    if tokens > 512 and case.TG == case.G:
+        return row_tile(2 if tokens <= 2048 else 4 if tokens <= 8192 else 16)
+    return _blocks_default(case, tokens)
+
+
+def _blocks_default(case: Case, tokens: int) -> Tile:
     """Eight keys a lane, for more would spill; a few tokens in one program, many in many."""
     few = next_pow2(tokens) * _columns(case) <= ONE_PROGRAM // 2
     block = next_pow2(tokens) if few else 1
@@ -374,7 +376,8 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 
 ROUTE_EXPERTS = KernelSpec(
     op=route_experts,
-    kernels=(_route, _scan_counts, _place_pairs),
+    fixed=UNORDERED,  # K scores add up without rounding in fp64, within 2^24 of each other
+    kernels=(_route, _route_rows, _scan_counts, _place_pairs),
     cases=lambda config: [
         Case(E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups)
         for m in dict.fromkeys((*config.moes, config.mtp_moe))
@@ -391,6 +394,7 @@ ROUTE_EXPERTS = KernelSpec(
     tokens=(1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192, 65536),
     make=_make,
     tiles=_tiles,
+    suits=_suits,
     default=_default,
     cost=_cost,
     dtypes=("fp32",),

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.fixed_order import per_row
+
 # above this softplus(x) is x to the last bit of fp32, and exp would only come nearer to overflow
 SOFTPLUS_LINEAR = tl.constexpr(20.0)
 WORD = 2**32 - 1  # all bits of a random word
@@ -28,18 +30,23 @@ def softplus(x):
 
 def softplus_ref(x: torch.Tensor) -> torch.Tensor:
     """Twin of `softplus`."""
-    return torch.nn.functional.softplus(x, threshold=SOFTPLUS_LINEAR.value)
+    linear = SOFTPLUS_LINEAR.value
+    return per_row(lambda x: torch.nn.functional.softplus(x, threshold=linear), x)
 
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x)."""
-    return x * tl.sigmoid(x)
+    """x * sigmoid(x), in six instructions: 1 / (1 + e) as the square of a reciprocal root.
+
+    Triton's own division costs as many again for denominators that 1 + e never takes, and the
+    convolution of a prompt is bound by them. Within 4 ulp; below -88 it is a zero."""
+    r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * r * r
 
 
 def silu_ref(x: torch.Tensor) -> torch.Tensor:
     """Twin of `silu`."""
-    return torch.nn.functional.silu(x)
+    return per_row(torch.nn.functional.silu, x)
 
 
 @triton.jit

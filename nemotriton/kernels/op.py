@@ -25,6 +25,7 @@ import triton
 from nemotriton import device
 from nemotriton.autotune import cache
 from nemotriton.errors import require
+from nemotriton.kernels import fixed_order
 from nemotriton.kernels.stub_driver import stub_driver
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -155,6 +156,7 @@ class KernelSpec:
     numbers they mean: those are what is compared, and what the oracle starts from. `arches` names
     the compute capabilities (90 is 9.0) that the kernels are written for, if not for all.
     `may_spill` names kernels whose default tile was measured to be the fastest although it spills.
+    `one_tile`: all token counts of a case take the same tile. `fixed`: of the invariant mode.
     """
 
     op: "Op[..., Any]"
@@ -177,6 +179,8 @@ class KernelSpec:
     suits: Callable[[Tile, int], bool] = lambda tile, tokens: True
     arches: Sequence[int] = ()
     may_spill: Sequence[str] = ()
+    one_tile: bool = False
+    fixed: fixed_order.FixedOrder = fixed_order.WHOLE
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
 
@@ -190,22 +194,24 @@ class KernelSpec:
         if forced is not None:
             return forced
         bucket = next((b for b in self.tokens if tokens <= b), tokens)
-        key = (bucket, where.device, _TARGET.get(), where.dtype, *axes.values())
+        kind = (where.device, _TARGET.get(), where.dtype, fixed_order.phase())
+        key = (bucket, *kind, *axes.values())
         tile = self._chosen.get(key)
         if tile is None:
             tile = self._chosen[key] = self._choose(bucket, where, axes)
         return tile
 
     def _choose(self, tokens: int, where: torch.Tensor, axes: Mapping[str, Any]) -> Tile:
-        default = self.default(Case(**axes), tokens)
-        if where.device.type != "cuda":
-            return default
-        gpu = device.info(where.device).slug
-        if gpu not in self._tables:
-            self._tables[gpu] = cache.load(self.op.name, gpu, self.source)
-        dtype = DTYPE_NAMES.get(where.dtype, self.dtypes[0])  # an op of integers has one
-        tuned = self._tables[gpu].lookup({"dtype": dtype, **axes}, tokens)
-        return default if tuned is None else Tile(**tuned)
+        found = None
+        if where.device.type == "cuda":
+            gpu = device.info(where.device).slug
+            if gpu not in self._tables:
+                self._tables[gpu] = cache.load(self.op.name, gpu, self.source)
+            dtype = DTYPE_NAMES.get(where.dtype, self.dtypes[0])  # an op of integers has one
+            found = self._tables[gpu].lookup({"dtype": dtype, **axes}, tokens)
+        tuned = None if found is None else Tile(**found)
+        phase = fixed_order.phase()
+        return self.fixed.choose(self.default, Case(**axes), tokens, phase, tuned)
 
     @functools.cached_property
     def source(self) -> str:
@@ -256,7 +262,9 @@ class Op(Generic[P, R]):
         other = self.others.get(_FORCED.get().get(self.name, ""))
         if other is not None:
             return other(*args, **kwargs)
-        return (self.triton if self.uses_triton(args, kwargs) else self.ref)(*args, **kwargs)
+        alone = self.spec.fixed.twin if fixed_order.phase() else None
+        twin = alone or self.ref
+        return (self.triton if self.uses_triton(args, kwargs) else twin)(*args, **kwargs)
 
     def uses_triton(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         forced = _FORCED.get()

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
@@ -98,7 +99,7 @@ def _round_rows(
     if order_idx is not None:
         pair = tl.load(order_idx + i).to(tl.int64)
         expert = tl.load(ids_idx + pair).to(tl.int64)
-        scale = tl.load(scale_ptr + expert)
+        scale = tl.load(scale_ptr + tl.maximum(expert, 0))  # -1: a row that nobody reads
         x_ptr += pair // K * x_stride
     else:
         scale = tl.load(scale_ptr)
@@ -226,6 +227,15 @@ def inner_widths(config: Any) -> Iterator[int]:
     yield from dict.fromkeys(w for w in (*config.mlp_widths, config.mtp_mlp_width, *shared) if w)
 
 
+def quantised_sizes(config: Any) -> list[tuple[int, int]]:
+    """Mamba's, the shared experts' and the MLPs' matrices: what releases quantise by the layer."""
+    width, m = config.width, config.mamba
+    sizes = [(m.in_rows, width), (width, m.inner)] if m else []
+    for inner in inner_widths(config):
+        sizes += [(inner, width), (width, inner)]
+    return list(dict.fromkeys(sizes))
+
+
 def _tiles(case: Case) -> list[Tile]:
     return [
         Tile(BLOCK_D=b, num_warps=w, num_stages=1)
@@ -252,6 +262,7 @@ def _spec(wrapper: Any, scale_name: str, inner: bool, fp4: bool) -> KernelSpec:
         make=row_maker(scale_name),
         tiles=_tiles,
         default=_default,
+        fixed=UNORDERED,
         cost=lambda case, T, dtype: Cost(
             10 * T * case.D, int(T * case.D * (dtype.itemsize + stored))
         ),

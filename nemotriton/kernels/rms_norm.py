@@ -15,6 +15,7 @@ import triton.language as tl
 from einops import rearrange
 
 from nemotriton.errors import require
+from nemotriton.kernels.numerics import silu_ref
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -183,7 +184,7 @@ def gated_rms_norm_ref(
 ) -> torch.Tensor:
     """Twin of `gated_rms_norm`."""
     f = acc_dtype(x)
-    u = x.to(f) * torch.nn.functional.silu(z.to(f))
+    u = x.to(f) * silu_ref(z.to(f))
     u = rearrange(u, "t (g d) -> t g d", g=groups)
     u = u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
     return (rearrange(u, "t g d -> t (g d)") * weight.to(f)).to(x.dtype)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.numerics import WORD, philox_ref
 from nemotriton.kernels.op import (
     Args,
@@ -180,6 +181,7 @@ SAMPLE_TOKENS = KernelSpec(
     default=lambda case, tokens: Tile(
         BLOCK_V=max(32, min(2048, next_pow2(case.V) // 2)), num_warps=8, num_stages=1
     ),
+    fixed=UNORDERED,
     cost=lambda case, T, dtype: Cost(50 * T * case.V, 4 * T * case.V),
     dtypes=("fp32",),
     per_token=("logits",),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Case,
     KernelSpec,
@@ -265,6 +266,7 @@ SSD_PREFILL = KernelSpec(
     make=make_ssd_prefill,
     tiles=_tiles,
     default=_default_tile,
+    fixed=UNORDERED,
     cost=SSD_PREFILL_CHUNKED.cost,
     small_tokens=(0, 1, 3, 50),
     mutates=("state",),

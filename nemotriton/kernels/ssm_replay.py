@@ -28,6 +28,7 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Args,
     Case,
@@ -395,6 +396,7 @@ SSM_REPLAY = KernelSpec(
     make=_make_ssm_replay,
     tiles=_tiles,
     default=_default_tile,
+    fixed=UNORDERED,  # bits are those of the columns alone, whatever the tile
     cost=_cost,
     mutates=("state", "scales", "x_ring", "dt_ring", "B_ring"),
     meaning=meant,

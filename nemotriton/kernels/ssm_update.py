@@ -24,6 +24,7 @@ import torch
 from einops import repeat
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.numerics import silu_ref, softplus_ref
 from nemotriton.kernels.op import (
     Args,
@@ -392,6 +393,11 @@ SSM_UPDATE = KernelSpec(
     tiles=_tiles,
     suits=_suits,
     default=_default_tile,
+    fixed=FixedOrder(
+        # rows of a state share no sum
+        lambda tile: (tile["BLOCK_N"], tile["num_warps"]),
+        blind={"NEW": 4, "TREE": 1},
+    ),
     cost=_cost,
     mutates=("state", "scales", "lanes", "lane_scales"),
     meaning=meant,

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, launch, next_pow2, op
 from nemotriton.kernels.order import bits_value, order_bits
 
@@ -258,6 +259,7 @@ LOGIT_THRESHOLDS = KernelSpec(
     default=lambda case, tokens: Tile(
         BLOCK_V=min(1024, next_pow2(case.V)), num_warps=16, num_stages=1
     ),
+    fixed=UNORDERED,
     cost=lambda case, T, dtype: Cost(20 * T * case.V, 4 * T * case.V),
     dtypes=("fp32",),
     per_token=("logits",),

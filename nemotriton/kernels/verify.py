@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, Exact, KernelSpec, Tile, launch, next_pow2, op
 
 
@@ -166,6 +167,7 @@ VERIFY_DRAFTS = KernelSpec(
     make=_make,
     tiles=lambda case: [Tile(num_warps=1, num_stages=1)],
     default=lambda case, tokens: Tile(num_warps=1, num_stages=1),
+    fixed=UNORDERED,
     cost=lambda case, T, dtype: Cost(T, 20 * T),
     tolerance=Exact(),
     dtypes=("fp32",),

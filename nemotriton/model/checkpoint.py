@@ -29,6 +29,8 @@ __all__ = [
     "Placement",
     "Role",
     "Source",
+    "copy",
+    "cut",
     "destination_dtype",
     "expected",
     "find_checkpoint",
@@ -99,27 +101,28 @@ class _Loader:
         for head, embeddings in self.plan.equal:
             self._compare(head, embeddings)
         for path, placements in groupby(self.plan.placements, key=lambda p: p.info.path):
-            with ShardReader(self.shards[path]) as reader:
+            with ShardReader(self.shards[path], ahead=not self.plan.parts) as reader:
                 for placement in placements:
-                    self._place(placement, reader.read(placement.info))
+                    self._place(placement, reader)
 
-    def _place(self, placement: Placement, data: torch.Tensor) -> None:
+    def _place(self, placement: Placement, reader: ShardReader) -> None:
         entry = self.plan.expected[placement.name]
-        if placement.inverted:
-            data = data.float().reciprocal()
-        if entry.role is Role.SCALE:
-            self._check_scale(placement, data, entry)
-        elif entry.role is Role.BLOCK_SCALE:
-            data = self._checked_block_scales(placement, data, entry)
         destination = self._destination(placement.name, entry)
-        parts = self.plan.parts.get(placement.name, ())
+        parts, shape = self.plan.parts.get(placement.name, ()), entry.shape
+        index: int | None = 0
         if placement.expert is not None:
             index = _local_index(parts, placement.expert)
-            if index is not None:
-                rest = tuple(Part(p.dim - 1, p.ranges) for p in parts if p.dim > 0)
-                _copy(destination[index], _cut(data, entry.shape[1:], rest))
-        else:
-            _copy(destination, _cut(data, entry.shape, parts))
+            parts, shape = tuple(Part(p.dim - 1, p.ranges) for p in parts if p.dim), shape[1:]
+        if index is not None:
+            data = reader.read(placement.info)
+            if placement.inverted:
+                data = data.float().reciprocal()
+            if entry.role is Role.SCALE:
+                self._check_scale(placement, data, entry)
+            data = cut(data, shape, parts)
+            if entry.role is Role.BLOCK_SCALE:
+                data = self._checked_block_scales(placement, data, shape, parts, entry)
+            copy(destination if placement.expert is None else destination[index], data)
         self.done += placement.info.nbytes
         if self.progress is not None:
             self.progress(self.done, self.total, placement.info.name)
@@ -157,7 +160,12 @@ class _Loader:
             )
 
     def _checked_block_scales(
-        self, placement: Placement, data: torch.Tensor, entry: Expected
+        self,
+        placement: Placement,
+        data: torch.Tensor,
+        shape: tuple[int, ...],
+        parts: tuple[Part, ...],
+        entry: Expected,
     ) -> torch.Tensor:
         """Block scales with NaN made 0 where all codes are zero; NaN elsewhere is refused."""
         nan = (data.view(torch.uint8) & 0x7F) == 0x7F
@@ -167,7 +175,7 @@ class _Loader:
         info = self.codes.get((entry.matrix, placement.expert))
         if info is not None:
             with ShardReader(self.shards[info.path]) as reader:
-                codes = reader.read(info).view(*nan.shape, -1)
+                codes = cut(reader.read(info), (*shape, -1), parts)
                 used = nan & ((codes & 0x77) != 0).any(-1)
         if bool(used.any()):
             first = used.nonzero()[0].tolist()
@@ -207,18 +215,21 @@ def _local_index(parts: tuple[Part, ...], expert: int) -> int | None:
     return expert
 
 
-def _cut(data: torch.Tensor, shape: tuple[int, ...], parts: tuple[Part, ...]) -> torch.Tensor:
-    """`data` in the shape of its destination, and of that what `parts` keep."""
-    data = (
-        data.reshape(shape) if data.numel() == math.prod(shape) else data.reshape(()).expand(shape)
-    )
+def cut(data: torch.Tensor, shape: tuple[int, ...], parts: tuple[Part, ...]) -> torch.Tensor:
+    """`data` in the shape of its destination, and of that what `parts` keep; 8-bit floats may come
+    as bytes."""
+    whole = -1 in shape or data.numel() == math.prod(shape)
+    data = data.reshape(shape) if whole else data.reshape(()).expand(shape)
+    if parts and data.dtype.itemsize == 1:
+        data = data.view(torch.uint8)  # bytes can be joined whatever they stand for
     for part in parts:
         ranges = [data.narrow(part.dim, start, end - start) for start, end in part.ranges]
         data = ranges[0] if len(ranges) == 1 else torch.cat(ranges, part.dim)
     return data
 
 
-def _copy(destination: torch.Tensor, data: torch.Tensor) -> None:
+def copy(destination: torch.Tensor, data: torch.Tensor) -> None:
+    """Write data into its destination, converted; bytes as they are."""
     if destination.dtype.itemsize == 1:  # bytes stay bytes, whatever their type is called
         destination.view(torch.uint8).copy_(data.view(torch.uint8))
     else:

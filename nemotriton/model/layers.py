@@ -39,6 +39,7 @@ from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.expected import matrix_parts
 from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
 from nemotriton.model.packing import packs_for_hopper
+from nemotriton.model.parallel import ONE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,8 @@ class Scope:
     """Where in a model a module stands (its canonical name), and how its weights are made.
 
     dtype: of weights that are not quantised, and of activations. act_quant: activations are
-    quantised at every matrix whose checkpoint was made for that.
+    quantised at every matrix whose checkpoint was made for that. shard: which part of the model
+    this is; the sizes that modules are made with are its own.
     """
 
     dtype: torch.dtype
@@ -54,6 +56,7 @@ class Scope:
     scheme: QuantScheme = UNQUANTISED
     act_quant: bool = False
     name: str = ""
+    shard: Shard = ONE
 
     def at(self, name: str) -> Scope:
         """The scope of a module inside this one."""
@@ -131,6 +134,15 @@ class Linear(Matrix):
             self.repack()
             self.packed = True
 
+    def plain(self, *formats: Format) -> bool:
+        """Whether y is x times a weight in one of these formats, and its scale: nothing else."""
+        return self.storage in formats and not self.quantises and self.bias is None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The scale of an FP8 weight; None of a BF16 one."""
+        return self.weight_scale if self.storage is Format.FP8 else None
+
     def forward(
         self,
         x: torch.Tensor,
@@ -152,14 +164,22 @@ class Linear(Matrix):
 
 
 class Embedding(nn.Module):
-    """Token ids -> rows of weight [V, D]."""
+    """Token ids -> rows of weight [V, D], of which a rank holds its share."""
 
-    def __init__(self, vocab: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ONE,
+    ) -> None:
         super().__init__()
-        self.weight = parameter((vocab, width), dtype, device)
+        self.shard = shard
+        self.weight = parameter((vocab // shard.ranks, width), dtype, device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(ids, self.weight)
+        return self.shard.embed(ids, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -5,6 +5,7 @@ prefill rows), the step's metadata and the caches, and returns what is added to 
 `index` of a mixer counts the layers of its kind: it is the mixer's row in its cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +16,23 @@ from nemotriton.kernels import (
     attend_prefill,
     causal_conv1d,
     causal_conv1d_update,
+    enter_moe,
     gated_rms_norm,
     matmul,
     route_experts,
+    share_expert,
     ssd_prefill,
     ssm_replay,
     ssm_update,
     write_kv,
 )
+from nemotriton.kernels.dependent import beside
+from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
+from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
+from nemotriton.kernels.moe_few import FEW
 from nemotriton.model.config import AttentionConfig, LayerKind, MambaConfig, ModelConfig, MoeConfig
+from nemotriton.model.formats import Format
 from nemotriton.model.layers import Experts, Linear, RMSNorm, Scope, parameter
 
 
@@ -303,8 +311,10 @@ class MoeMixer(nn.Module):
         super().__init__()
         self.moe = moe
         width, latent = config.width, moe.latent or config.width
+        self.shard = scope.shard
         self.gate = Gate(moe.experts, width, scope.device)
-        self.experts = Experts(moe.experts, moe.width, latent, scope.at("experts"))
+        held = moe.experts // self.shard.ep
+        self.experts = Experts(held, moe.width, latent, scope.at("experts"))
         bias, shared = config.mlp_bias, scope.at("shared_experts")
         self.shared_experts = (
             MlpMixer(width, moe.shared_width, shared, bias) if moe.shared_width else None
@@ -327,23 +337,67 @@ class MoeMixer(nn.Module):
 
     def route(self, x: torch.Tensor) -> Any:
         """The experts and weights of every token of x [T, D] (a `Routing`)."""
-        m = self.moe
         # the ids depend on the last bits: both sides of this product are fp32
-        logits = matmul(x, self.gate.weight, out_dtype=torch.float32)
-        bias = self.gate.e_score_correction_bias
-        return route_experts(
-            logits, bias, m.top_k, m.router_groups, m.top_groups, m.normalize, m.scale
-        )
+        return self._choose(matmul(x, self.gate.weight, out_dtype=torch.float32))
+
+    def _choose(self, logits: torch.Tensor) -> Any:
+        bias, m = self.gate.e_score_correction_bias, self.moe
+        groups = (m.router_groups, m.top_groups, m.normalize, m.scale)
+        few = self.experts.packed and logits.shape[-2] * m.top_k <= UNSORTED_PAIRS
+        sort = self.shard.ep > 1 or not few
+        routing = route_experts(logits, bias, m.top_k, *groups, sort=sort)
+        return self.shard.own_routing(routing, m.experts)
 
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
+        """The shared expert's y is rounded before the sum where there is a latent projection, the
+        routed experts' where there is none; what is last is added before its own rounding."""
+        if self._joins(x):
+            return self._forward_joined(x)
+        latent, shared = self.fc1_latent_proj, self.shared_experts
+        if latent is None:
+            routed = self.experts(x, self.route(x))
+            return routed if shared is None else shared(x, residual=routed)
+        y = None if shared is None else beside(lambda: shared(x), x)
         routing = self.route(x)
-        routed = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        routed = self.experts(routed, routing)
-        if self.fc2_latent_proj is not None:
-            routed = self.fc2_latent_proj(routed)
-        if self.shared_experts is None:
-            return routed
-        return self.shared_experts(x, residual=routed)
+        return self._widen(self.experts(latent(x), routing), y)
+
+    def _widen(
+        self, routed: torch.Tensor, shared: Callable[[], torch.Tensor] | None
+    ) -> torch.Tensor:
+        assert self.fc2_latent_proj is not None
+        if self.fc2_latent_proj.quantises:  # of rounded parts the sum would be another
+            routed = self.shard.add_once(routed)
+        if shared is None:
+            return self.fc2_latent_proj(routed)
+        return self.fc2_latent_proj(routed, epilogue="residual", residual=shared())
+
+    def _joins(self, x: torch.Tensor) -> bool:
+        """Whether the products of x go together: a few tokens, matrices that nothing is done to. In
+        the invariant mode all generated tokens, for the gate's sums have an order of their own."""
+        shared, latent = self.shared_experts, self.fc1_latent_proj
+        few = len(x) <= FEW if phase() is None else phase() == DECODE
+        if shared is None or not few or x.dtype != torch.bfloat16:
+            return False
+        plain = latent is None or latent.plain(Format.BF16)
+        plain = plain and shared.up_proj.plain(Format.BF16, Format.FP8)
+        return plain and enter_moe.uses_triton((x,), {})
+
+    def _forward_joined(self, x: torch.Tensor) -> torch.Tensor:
+        latent, shared, m = self.fc1_latent_proj, self.shared_experts, self.moe
+        assert shared is not None
+        up, down = shared.up_proj, shared.down_proj
+        narrow = None if latent is None else latent.weight
+        logits, routed, hidden = enter_moe(x, self.gate.weight, narrow, up.weight, up.scale)
+        alone = latent is None or not self.experts.packed or self.shard.ep > 1 or len(x) > FEW
+        if alone or not down.plain(Format.BF16, Format.FP8):
+            routing = self._choose(logits)
+            if routed is None:
+                return down(hidden, "residual", self.experts(x, routing))
+            return self._widen(self.experts(routed, routing), lambda: down(hidden))
+        bias = self.gate.e_score_correction_bias
+        groups = (m.top_k, m.router_groups, m.top_groups, m.normalize, m.scale)
+        routing, y = share_expert(logits, bias, *groups, hidden, down.weight, down.scale)
+        return self._widen(self.experts(routed, routing), lambda: y)
 
 
 def make_mixer(

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Linear, RMSNorm, Scope
 from nemotriton.model.mixers import make_mixer
-from nemotriton.model.training import train_mixer
+from nemotriton.model.parallel import ONE, Shard
+from nemotriton.model.training import train_linear, train_mixer, train_norm
 
 
 class MtpLayer(nn.Module):
@@ -55,11 +55,12 @@ class MtpBlock(nn.Module):
         device: torch.device,
         scheme: QuantScheme = UNQUANTISED,
         act_quant: bool = False,
+        shard: Shard = ONE,
     ) -> None:
         super().__init__()
         assert config.mtp is not None
-        self.dtype = dtype
-        scope = Scope(dtype, device, scheme, act_quant, "mtp.layers")
+        self.dtype, self.shard = dtype, shard
+        scope = Scope(dtype, device, scheme, act_quant, "mtp.layers", shard)
         counts = {
             LayerKind.MAMBA: len(config.mamba_layers),
             LayerKind.ATTENTION: len(config.attention_layers),
@@ -100,17 +101,17 @@ class MtpBlock(nn.Module):
                 x = layer.norm(residual)
             else:
                 x, residual = layer.norm.add(delta, residual)
-            delta = layer.mixer(x, batch, caches)
+            delta = self.shard.add(layer.mixer(x, batch, caches))
         last: Any = self.steps[-1]
         assert delta is not None
         return last.final_layernorm.add(delta, residual)[0]
 
     def train_forward(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Differentiable output [B, T, D] for whole sequences, on the twins, with no caches."""
-        B, T, D = embedded.shape
-        with use({"*": "ref"}):
-            h = self.merge(embedded.reshape(B * T, D), hidden.reshape(B * T, D))
-            for layer in self.steps:
-                h = h + train_mixer(layer.mixer, layer.norm(h).view(B, T, D)).reshape(B * T, D)
-            last: Any = self.steps[-1]
-            return last.final_layernorm(h).view(B, T, D)
+        """Differentiable output [B, T, D] for whole sequences, with no caches."""
+        first: Any = self.steps[0]
+        merged = [train_norm(first.enorm, embedded), train_norm(first.hnorm, hidden)]
+        h = train_linear(first.eh_proj, torch.cat(merged, dim=-1))
+        for layer in self.steps:
+            h = h + train_mixer(layer.mixer, train_norm(layer.norm, h))
+        last: Any = self.steps[-1]
+        return train_norm(last.final_layernorm, h)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from nemotriton.kernels import matmul
-from nemotriton.kernels.op import use
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mixers import MambaMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
-from nemotriton.model.training import train_mixer
+from nemotriton.model.parallel import ONE, Shard
+from nemotriton.model.training import train_mixer, train_norm
 
 Probe = Callable[[str, torch.Tensor], None]
 
@@ -42,7 +42,9 @@ class NemotronH(nn.Module):
 
     dtype: of weights and activations (bf16, fp16 or fp32); the router, A_log, D and dt_bias stay
     fp32. scheme, act_quant: formats of the matrices, see `Scope`. drafting: with the MTP block,
-    which the configuration must have. Call `prepare()` once the weights are in place."""
+    which the configuration must have. shard: the part of the model that this is, one of several
+    that run in step; `config` is then what `shard.local` gives. Call `prepare()` once the weights
+    are in place."""
 
     def __init__(
         self,
@@ -52,11 +54,12 @@ class NemotronH(nn.Module):
         scheme: QuantScheme = UNQUANTISED,
         act_quant: bool = False,
         drafting: bool = False,
+        shard: Shard = ONE,
     ) -> None:
         super().__init__()
-        self.config, self.dtype, self.device = config, dtype, device
-        self.embeddings = Embedding(config.vocab, config.width, dtype, device)
-        scope = Scope(dtype, device, scheme, act_quant)
+        self.config, self.dtype, self.device, self.shard = config, dtype, device, shard
+        self.embeddings = Embedding(config.vocab, config.width, dtype, device, shard)
+        scope = Scope(dtype, device, scheme, act_quant, shard=shard)
         counts = dict.fromkeys(LayerKind, 0)
         blocks = []
         for layer, kind in enumerate(config.kinds):
@@ -68,8 +71,9 @@ class NemotronH(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
         head = scope.at("lm_head")
-        self.lm_head = None if config.tied else Linear(config.vocab, config.width, head)
-        self.mtp = MtpBlock(config, dtype, device, scheme, act_quant) if drafting else None
+        rows = config.vocab // shard.ranks
+        self.lm_head = None if config.tied else Linear(rows, config.width, head)
+        self.mtp = MtpBlock(config, dtype, device, scheme, act_quant, shard) if drafting else None
 
     @property
     def blocks(self) -> list[Block]:
@@ -78,6 +82,9 @@ class NemotronH(nn.Module):
 
     def prepare(self) -> None:
         """Derive what is computed once from the weights."""
+        for name, weight in self.named_parameters():
+            if not self.shard.keeps_bias(name):
+                weight.data.zero_()
         for module in self.modules():  # a mixer comes before its matrices
             if isinstance(module, MambaMixer | MoeMixer | Linear):
                 module.prepare()
@@ -98,7 +105,7 @@ class NemotronH(nn.Module):
                 x, residual = block.norm.add(delta, residual)
                 if probe is not None:
                     probe(f"layers.{i - 1}", residual)
-            delta = block.mixer(x, batch, caches)
+            delta = self.shard.add(block.mixer(x, batch, caches))
             if probe is not None:
                 probe(f"layers.{i}.norm", x)
                 probe(f"layers.{i}.mixer", delta)
@@ -113,8 +120,8 @@ class NemotronH(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, V] of hidden states [R, D] that have been through norm_f."""
         if self.lm_head is not None:
-            return self.lm_head(hidden, out_dtype=torch.float32)
-        return matmul(hidden, self.embeddings.weight, out_dtype=torch.float32)
+            return self.shard.join(self.lm_head(hidden, out_dtype=torch.float32))
+        return self.shard.join(matmul(hidden, self.embeddings.weight, out_dtype=torch.float32))
 
     def draft(self, batch: Any, hidden: torch.Tensor, caches: Any) -> torch.Tensor:
         """The MTP block's output [T, D] behind batch.ids, for `logits` and for the next draft.
@@ -128,16 +135,13 @@ class NemotronH(nn.Module):
     def train_forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Differentiable hidden states [B, T, D] after norm_f of whole sequences ids [B, T].
 
-        Runs on the twins, with no caches; gradients reach every parameter whose requires_grad is
-        set. The routing's choice of experts is not differentiated, its weights are."""
-        with use({"*": "ref"}):
-            h = self._residual(self.embeddings(ids))
-            for block in self.blocks:
-                B, T, D = h.shape
-                x = block.norm(h.reshape(B * T, D).to(self.dtype))
-                h = h + train_mixer(block.mixer, x.view(B, T, D))
-            B, T, D = h.shape
-            return self.norm_f(h.reshape(B * T, D).to(self.dtype)).view(B, T, D)
+        The twins' results, by `training`'s forms, with no caches; gradients reach every parameter
+        whose requires_grad is set. The routing's choice of experts is not differentiated, its
+        weights are."""
+        h = self._residual(self.embeddings(ids))
+        for block in self.blocks:
+            h = h + train_mixer(block.mixer, train_norm(block.norm, h.to(self.dtype)))
+        return train_norm(self.norm_f, h.to(self.dtype))
 
     def _residual(self, h: torch.Tensor) -> torch.Tensor:
         return h.float() if self.config.residual_fp32 else h

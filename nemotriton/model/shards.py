@@ -146,17 +146,18 @@ class ShardReader:
     """Tensors of one file as views of its mapped pages, which are given back as reading goes on.
 
     Use as a context manager, read in the order of the data, and keep no view longer than until the
-    next call of `read`: pages behind it are released.
+    next call of `read`: pages behind it are released. ahead: have what follows read in advance;
+    without, nothing is read but what is touched, for those who want a part of it.
     """
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, ahead: bool = True) -> None:
         size = shard.path.stat().st_size if shard.path.is_file() else 0
         if size != shard.size:
             raise CheckpointError(
                 f"{shard.path} has {size} bytes, but had {shard.size} when its header was read. "
                 "Something is writing it; start again when it is complete."
             )
-        self._path, self._size = shard.path, size
+        self._path, self._size, self._ahead = shard.path, size, ahead
         self._released = self._asked = 0
 
     def __enter__(self) -> ShardReader:
@@ -186,7 +187,7 @@ class ShardReader:
 
     def _advance(self, begin: int, end: int) -> None:
         """Have the pages after `end` read in advance, and give those before `begin` back."""
-        if end > self._asked and self._asked < self._size:
+        if self._ahead and end > self._asked and self._asked < self._size:
             until = _page(end + _WINDOW)  # cut off at the end of the file by madvise
             self._map.madvise(mmap.MADV_WILLNEED, self._asked, until - self._asked)
             self._asked = until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from nemotriton.model.shards import Shard, TensorInfo, read_header
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.model", "*.txt")
+_SAMPLE = 4096  # bytes
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
@@ -103,6 +105,19 @@ def hub_errors(model: str, revision: str | None, offline: bool) -> Iterator[None
             f"{named} could not be downloaded ({type(error).__name__}: {error}). Try again; what "
             "is there already is kept."
         ) from error
+
+
+def fingerprint(source: Source) -> str:
+    """A few letters that tell checkpoints apart: of their headers, and of samples of their data."""
+    digest = hashlib.blake2b(digest_size=6)
+    for shard in source.shards:
+        for info in shard.tensors:
+            digest.update(f"{info.name} {info.dtype} {info.shape} {info.begin}".encode())
+        with shard.path.open("rb") as file:
+            for eighth in range(8):
+                file.seek(shard.size * (2 * eighth + 1) // 16)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
 
 
 def open_source(directory: Path) -> Source:

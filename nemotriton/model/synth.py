@@ -14,7 +14,8 @@ The rules, for a residual stream whose embedding has unit deviation:
 
 Every tensor has its own generator keyed by (seed, name): order, other tensors and dtype do not
 matter, and a bf16 model holds the fp32 model's weights, rounded. A GPU draws other numbers than a
-CPU. Nothing larger than 256 MiB is allocated beside the weights.
+CPU. Nothing larger than 256 MiB is allocated beside the weights, or one whole tensor where a rank
+keeps a part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from pathlib import Path
 import torch
 
 from nemotriton.errors import ConfigError
-from nemotriton.model.checkpoint import Expected, Role, destination_dtype, expected
+from nemotriton.model.checkpoint import (
+    Expected,
+    Part,
+    Role,
+    copy,
+    cut,
+    destination_dtype,
+    expected,
+)
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.writer import CheckpointWriter, export_scheme, stored_names
@@ -48,19 +57,30 @@ _SCALE_BYTES = (0x68, 0x7F)  # e4m3 from 64 up to and with 448
 
 
 def fill(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], seed: int = 0, skew: float = 0.0
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    seed: int = 0,
+    skew: float = 0.0,
+    parts: Mapping[str, tuple[tuple[int, ...], tuple[Part, ...]]] | None = None,
 ) -> None:
     """Write weights into `tensors`, by canonical name, in place and on their own device.
 
     Quantised tensors are recognised by their names and dtypes, so any scheme works. skew: width of
-    the uniform spread of router correction biases; 0 uses experts evenly, 1 very unevenly. Raises
-    ConfigError for a name that a model of `config` does not have.
+    the uniform spread of router correction biases; 0 uses experts evenly, 1 very unevenly. parts:
+    by name the whole shape and what of it the tensor is, which then holds that part of what the
+    whole would. Raises ConfigError for a name that a model of `config` does not have.
     """
-    shapes = expected(config)
+    shapes, parts = expected(config), parts or {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             generator = torch.Generator(tensor.device).manual_seed(_key(seed, name))
-            _fill(config, shapes, name, tensor, generator, skew)
+            if name not in parts:
+                _fill(config, shapes, name, tensor, generator, skew)
+                continue
+            shape, kept = parts[name]
+            whole = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            _fill(config, shapes, name, whole, generator, skew)
+            copy(tensor, cut(whole, shape, kept))
 
 
 def _key(seed: int, name: str) -> int:

@@ -11,6 +11,7 @@ from nemotriton.errors import UnsupportedError
 from nemotriton.generate import options as o
 from nemotriton.generate.__main__ import Command, exit_codes
 from nemotriton.generate.prompts import UsageError
+from nemotriton.generate.shared import with_model
 from nemotriton.generate.source import Machine, Source, machine_of, source_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -97,6 +98,7 @@ class Place:
 
 
 @app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@with_model
 def main(
     ctx: typer.Context,
     model: o.Model = None,
@@ -112,27 +114,6 @@ def main(
     reuse: Reuse = 0.0,
     quiet: o.Quiet = False,
     version: o.Version = False,
-    synthetic: o.Synthetic = None,
-    layers: o.Layers = None,
-    width_scale: o.WidthScale = None,
-    quant: o.Quant = None,
-    dtype: o.Dtype = None,
-    revision: o.Revision = None,
-    offline: o.Offline = False,
-    device: o.Device = None,
-    memory: o.Memory = 0.9,
-    max_context: o.MaxContext = None,
-    max_requests: o.MaxRequests = None,
-    prefill_piece: o.PrefillPiece = None,
-    state_dtype: o.StateDtype = None,
-    kv_dtype: o.KvDtype = None,
-    act_quant: o.ActQuant = False,
-    impl: o.Impl = None,
-    drafts: o.Drafts = 0,
-    tree: o.Tree = None,
-    adapt_drafts: o.AdaptDrafts = True,
-    graphs: o.Graphs = None,
-    rollback: o.Rollback = None,
 ) -> None:
     """Serve a Nemotron-H model to OpenAI clients. SIGTERM or Ctrl-C drains, a second one stops."""
     with exit_codes(console := Console(quiet)):

@@ -17,7 +17,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from nemotriton import __version__
-from nemotriton.engine.prefixes import Prefixes
 from nemotriton.errors import NemotritonError, RequestError
 from nemotriton.serve.exchange import Exchange
 from nemotriton.serve.failures import Failure, malformed, refusal
@@ -60,7 +59,7 @@ class Service:
         self.started = int(time.time())
         self.metrics = Metrics()
         if limits.reuse:
-            llm.engine.prefixes = Prefixes(limits.reuse)
+            llm.engine.reuse(limits.reuse)
         room = llm.plan.max_requests + limits.queue
         self.loop = EngineLoop(llm, room, lambda job: self.metrics.end(job, time.perf_counter()))
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")

@@ -20,7 +20,6 @@ from tests.audit.command import invoke
         (["memory", "tiny", "--gpu", "0"], ["--gpu 0", "b200"]),
         (["memory", "tiny", "--memory", "1.5"], ["--memory 1.5", "(0, 1]"]),
         (["memory", "tiny", "--context", "0"], ["--context", "Invalid value"]),
-        (["memory", "tiny", "--context", "4096"], ["--context 4,096", "2,048", "lower it"]),
         (["memory", "tiny", "--requests", "0"], ["--requests", "Invalid value"]),
         (["memory", "tiny", "--quant", "int4"], ["'int4'", "nvfp4"]),
         (["memory", "h-8b", "--drafts", "3"], ["no MTP block", "--drafts 0"]),

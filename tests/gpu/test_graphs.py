@@ -11,7 +11,7 @@ import torch
 
 from nemotriton import LLM, SamplingParams
 from nemotriton.engine.clock import Clock
-from nemotriton.engine.graphs import CudaGraphs
+from nemotriton.engine.graphs import CudaGraphs, Flight
 from nemotriton.engine.request import Step
 from nemotriton.engine.static_step import StepMemory
 from nemotriton.engine.step_inputs import StepShape
@@ -37,14 +37,14 @@ def watched(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Found:
     steps = llm.runner.steps
     assert steps is not None
     assert steps.problem is None
-    run = steps.run
+    own = steps.launch
 
-    def running(step: Step, shape: StepShape, clock: Clock) -> list[list[tuple[int, int]]]:
-        found = run(step, shape, clock)
+    def launch(step: Step, shape: StepShape, clock: Clock, behind: Flight | None = None) -> Flight:
+        flight = own(step, shape, clock, behind)
         hidden.append(steps.memory.hidden[: shape.rows].clone())
-        return found
+        return flight
 
-    monkeypatch.setattr(steps, "run", running)
+    monkeypatch.setattr(steps, "launch", launch)
     groups = []
     for i, prompt in enumerate(PROMPTS):
         groups.append(llm.engine.submit(llm.engine.prepare(prompt, params(i))))

@@ -62,6 +62,19 @@ def test_widths_that_no_tile_divides(F: int, L: int, tile: Tile, poison: Poison)
     check(arguments(2, 3, F, L, 1), tile)
 
 
+@pytest.mark.parametrize("form", ["pairs", "runs", "mma", "wgmma, two heights"])
+def test_pairs_that_nobody_sorted_give_the_same_bits(form: str, poison: Poison) -> None:
+    """A block that is full, one that is not, experts without pairs, and no tokens at all."""
+    for T, E, top in ((0, 3, 2), (19 if FORMS[form]["BLOCKS"] == 2 else 7, 6, 2)):
+        args = arguments(T, E, 48, 64, top)
+        empty = torch.empty(0, dtype=torch.int32)
+        bare = args | {"routing": args["routing"]._replace(order=empty, offsets=empty)}
+        with use_tile("run_experts_packed", FORMS[form]):
+            one, other = K.run_experts_packed.triton(**args), K.run_experts_packed.triton(**bare)
+        assert torch.equal(one, other)
+        assert torch.equal(K.run_experts_packed_ref(**args), K.run_experts_packed_ref(**bare))
+
+
 def test_order_of_x_is_only_an_order(poison: Poison) -> None:
     """The same numbers in the products' order give the same bits."""
     args = arguments(3, 3, 64, 128, 1)

@@ -47,8 +47,10 @@ def test_matches_the_twin(name: str) -> None:
     exact = getattr(numerics, f"{name}_ref")(x.double())
     finite = exact.abs() < 3e38
     error = (y[finite].double() - exact[finite]).abs()
-    # a few ulp of the value itself; below 3e-37 exp(-x) overflows and silu gives zero
-    assert bool((error <= 1e-6 * exact[finite].abs() + 3e-37).all())
+    # a few ulp of the value itself, and for silu the rounding of the power's exponent -x log2(e),
+    # which a GPU's exp has as well; below 3e-37 exp(-x) overflows and silu gives zero
+    ulps = 1e-6 + (2**-24 * x[finite].abs().double() if name == "silu" else 0.0)
+    assert bool((error <= ulps * exact[finite].abs() + 3e-37).all())
     assert torch.equal(y[~finite], exact[~finite].float())
 
 

@@ -1,0 +1,268 @@
+"""The tables of whole-model figures: floor, reached, asked for, and the best other figure known.
+
+    <!-- figures: all -->               or areas: decode, drafts, prompt, load, transformers, start
+    <!-- figures: layers decode 1 -->   by kind of layer, of a step of so many sequences
+    <!-- figures: layers prefill 8192 -->
+    <!-- figures: predictions -->       `bench.model`, for GPUs that were not there
+    (the table)
+    <!-- end of figures -->
+
+Nothing between the lines is written by hand. All weights are synthetic; others' figures are what
+they published for trained weights, or what `bench.transformers` measured beside us. A figure that
+has no row says "not measured".
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import model
+from bench.rows import BenchError, Row
+from nemotriton.engine.loading import random_weights
+from nemotriton.errors import require
+
+MARKED = re.compile(r"(<!-- figures: (.*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+HEAD = "| | floor | reached | of the floor | asked for | others |\n|---|--:|--:|--:|--:|---|"
+SUPER = {"model": "super-120b", "quant": "release", "state": "float32"}
+
+
+def is_plain(row: Row) -> bool:
+    """A decode step of Super without drafts, behind 1,024 tokens a sequence."""
+    wanted = SUPER | {"context": 1024, "drafts": 0}
+    return row["provider"] == "nemotriton" and all(
+        row["case"].get(k, v) == v for k, v in wanted.items()
+    )
+
+
+def ms(us: float) -> str:
+    return f"{us / 1e3:,.{2 if us < 1e5 else 0}f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A line: which row it is (suite, tokens, what its case must hold), what of it is told.
+
+    floor, told: texts from a row. share: of the floor, None where there is none.
+    """
+
+    area: str
+    name: str
+    suite: str
+    tokens: int
+    case: dict[str, Any]
+    asked: str
+    others: str = ""
+    told: Callable[[Row], str] = lambda r: ms(r["us"])
+    floor: Callable[[Row], str] = lambda r: ms(r["floor_us"])
+    share: Callable[[Row], float | None] = lambda r: r["roofline_pct"]
+    provider: str = field(default="nemotriton")
+
+    def row(self, found: Sequence[Row]) -> Row | None:
+        """The latest measured row of this figure."""
+        mine = [
+            r
+            for r in found
+            if (r["suite"], r["tokens"], r["provider"]) == (self.suite, self.tokens, self.provider)
+            and r["us"] is not None
+            and all(r["case"].get(k, v) == v for k, v in self.case.items())
+        ]
+        return mine[-1] if mine else None
+
+    def line(self, found: Sequence[Row]) -> str:
+        row = self.row(found)
+        if row is None:
+            return f"| {self.name} | | not measured | | {self.asked} | {self.others} |"
+        share = self.share(row)
+        of = "" if share is None else f"{share:.0f} %"
+        cells = [self.name, self.floor(row), self.told(row), of, self.asked, self.others]
+        return "| " + " | ".join(cells) + " |"
+
+
+def rate(row: Row) -> str:
+    return f"{row['tokens_per_s']:,.0f} tok/s"
+
+
+def step(row: Row) -> str:
+    return f"{ms(row['us'])}, {rate(row)}"
+
+
+def decoding() -> list[Figure]:
+    plain = SUPER | {"context": 1024, "drafts": 0}
+    asked = {1: ">= 70 %", 16: ">= 70 %", 64: ">= 70 %", 256: ">= 65 %"}
+    found = [
+        Figure("decode", f"a step, {n} x 1,024 tokens", "decode", n, plain, want, told=step)
+        for n, want in asked.items()
+    ]
+    forced = SUPER | {"context": 1024, "drafts": 3, "acceptance": 0.73}
+    found.append(
+        Figure(
+            *("drafts", "the same, 1 sequence, 3 drafts, 2.65 tokens a step forced"),
+            *("decode", 1, forced, ">= 330 tok/s"),
+            told=step,
+        )
+    )
+    host = ("decode", "of which the device waits for the host, 1 sequence")
+    found.append(
+        Figure(
+            *(*host, "decode", 1, plain, "< 3 % of the step"),
+            told=lambda r: f"{100 * (r['us'] - r['device_us']) / r['us']:.1f} %",
+            floor=lambda r: "",
+            share=lambda r: None,
+        )
+    )
+    launches = ("decode", "launches a layer, mean, 1 sequence")
+    found.append(
+        Figure(
+            *(*launches, "decode", 1, plain, "<= 6.5"),
+            told=lambda r: f"{r['launches'] / 88:.1f}",
+            floor=lambda r: "",
+            share=lambda r: None,
+        )
+    )
+    return found
+
+
+def prompts() -> list[Figure]:
+    return [
+        Figure("prompt", f"a prompt of {n:,} tokens", "prefill", n, SUPER, ">= 65 %", told=step)
+        for n in (8192, 65536, 262144)
+    ]
+
+
+def loads() -> list[Figure]:
+    def seconds(row: Row) -> str:
+        return f"{row['floor_us'] / 1e6:.0f} s"
+
+    def told(row: Row) -> str:
+        return f"{rate(row)}, first token {row['first_token_ms'] / 1e3:.1f} s"
+
+    published = "vLLM, published: B200 1,517, two H100 1,116 tok/s"
+    long = SUPER | {"in": 8192, "out": 1024}
+    given = [
+        (32, long | {"drafts": 0}, ">= 1,000 tok/s", published),
+        (32, long | {"drafts": 3, "acceptance": 0.73}, ">= 1,350 tok/s", published),
+        *((n, SUPER | {"in": 1024, "out": 1024, "drafts": 0}, ">= 65 %", "") for n in (1, 16, 64)),
+    ]
+    return [
+        Figure(
+            *(
+                "load",
+                f"{case['in']:,} in, {case['out']:,} out, {n} at a time, K = {case['drafts']}",
+            ),
+            *("load", n, case, asked, others),
+            told=told,
+            floor=seconds,
+        )
+        for n, case, asked, others in given
+    ]
+
+
+def beside_transformers() -> list[Figure]:
+    found = []
+    for name in ("nano-30b", "h-8b"):
+        case = {"model": name, "quant": "bf16", "context": 1024, "drafts": 0}
+        what = f"{name} bf16, a step, 1 sequence"
+        found.append(Figure("transformers", what, "decode", 1, case, ">= 70 %, 10 x", told=step))
+        found.append(
+            Figure(
+                *("transformers", "the same by transformers", "decode", 1, case, ""),
+                floor=lambda r: "",
+                share=lambda r: None,
+                provider="transformers",
+            )
+        )
+    return found
+
+
+def starts() -> list[Figure]:
+    return [
+        Figure(
+            *("start", f"{name} start to the first token, beyond making the weights"),
+            *("start", 1, {"model": "super-120b", "start": name}, asked),
+            told=lambda r: f"{r['us'] / 1e6:.1f} s",
+            floor=lambda r: "",
+            share=lambda r: None,
+        )
+        for name, asked in (("first", ""), ("second", "< 20 s"))
+    ]
+
+
+def figures() -> list[Figure]:
+    return [*decoding(), *prompts(), *loads(), *beside_transformers(), *starts()]
+
+
+def table(areas: str, found: Sequence[Row]) -> str:
+    """The figures of these areas, then when and by which commands their rows were measured."""
+    wanted = [f for f in figures() if areas == "all" or f.area in areas.split(", ")]
+    require(bool(wanted), f"no figure is in {areas!r}", BenchError)
+    lines = [HEAD, *(f.line(found) for f in wanted)]
+    used = [row for f in wanted if (row := f.row(found)) is not None]
+    if used:
+        dates = ", ".join(sorted({r["date"] for r in used}))
+        commits = ", ".join(sorted({(r["commit"] or "unknown")[:7] for r in used}))
+        gpus = " and ".join(sorted({r["gpu"] for r in used}))
+        lines += ["", f"Synthetic weights. One {gpus}, {dates}, commit {commits}."]
+    return "\n".join(lines) + "\n"
+
+
+def commands(found: Sequence[Row]) -> list[str]:
+    """What measured the figures, each once."""
+    used = (f.row(found) for f in figures())
+    return list(dict.fromkeys(row["command"] for row in used if row is not None))
+
+
+def by_layer(suite: str, tokens: int, found: Sequence[Row]) -> str:
+    """Launches, bytes, floor and time by kind of layer of Super's step or prompt."""
+    case = SUPER | ({"context": 1024, "drafts": 0} if suite == "decode" else {})
+    row = Figure("", "", suite, tokens, case, "").row([r for r in found if r.get("kinds")])
+    if row is None:
+        return "Not measured.\n"
+    lines = ["| layers | launches | GB | floor ms | ms in kernels |", "|---|--:|--:|--:|--:|"]
+    for kind, sums in row["kinds"].items():
+        us = sums.get("us")
+        cells = [kind, f"{sums.get('launches', 0):.0f}", f"{sums.get('bytes', 0) / 1e9:.3f}"]
+        cells += [f"{sums.get('floor_us', 0) / 1e3:.3f}", "" if us is None else f"{us / 1e3:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines.append(f"| step | {row['launches'] or ''} | | {row['floor_us'] / 1e3:.3f} | ")
+    lines[-1] += f"{row['us'] / 1e3:.3f} by the host's clock |"
+    return "\n".join(lines) + "\n"
+
+
+def predictions(found: Sequence[Row]) -> str:
+    """What `bench.model` makes of the rows: the fit against them, and Super's steps elsewhere."""
+    steps = model.known(found)
+    by = model.fit(steps)
+    weights = random_weights("super-120b", 0, quant="release")
+    loads = [
+        model.load_of({"context": 1024, "kv": "float8_e4m3fn"}, n) for n in (1, 4, 16, 64, 256)
+    ]
+    text = (
+        f"Fitted: {by.streaming:.0%} of the copy rate, {by.launch_us:.2f} us a launch, "
+        f"{by.computing:.0%} of the matmul rate.\n\n"
+    )
+    there = model.table(model.predicted(weights, loads, steps, by, steps[0].rates))
+    return f"{text}{model.held_against(steps, by)}\n\n{there}\n"
+
+
+def block(what: str, found: Sequence[Row]) -> str:
+    """The table that a marker asks for."""
+    if what == "predictions":
+        return predictions(found)
+    if what.startswith("layers "):
+        _, suite, tokens = what.split()
+        return by_layer(suite, int(tokens), found)
+    return table(what, found)
+
+
+def written(text: str, found: Sequence[Row]) -> str:
+    """A page's text with its tables made from `found`."""
+    return MARKED.sub(lambda m: m[1] + block(m[2], found) + m[3], text)
+
+
+def write(page: Path, found: Sequence[Row]) -> None:
+    """Write a page's tables anew; BenchError where it has none."""
+    text = page.read_text()
+    require(bool(MARKED.search(text)), f"{page} has no line <!-- figures: all -->", BenchError)
+    page.write_text(written(text, found))

@@ -1,0 +1,354 @@
+"""A mixture-of-experts layer at a few tokens: seven of its products and steps in two launches.
+
+    enter_moe     logits = gate x                    [T, E]     fp32, for the router
+                  narrow = latent x                  [T, L]     for the routed experts, if they are
+                  hidden = relu(up_scale * up x)^2   [T, F]     of the shared expert
+    share_expert  routing = route_experts(logits), not sorted
+                  shared = down_scale * (down hidden)            [T, D]
+
+Alone each is too short for the memory to reach its rate, and the router reads next to nothing while
+it takes microseconds: here it runs beside the shared expert's second product. Numbers are those of
+`matmul`, `fp8_matmul` and `route_experts`: fp32 sums, rounded once to x's dtype. A program takes
+BLOCK_N rows of one matrix, each of its warps a slice of every step's columns, as in `gemm_stream`;
+the gate's fp32 rows, four times as long as fp8 ones, are shared by SPLITS programs, whose sums the
+router adds. A row of x meets the same order of sums whatever the number of rows.
+
+x [T, D] bf16, meant for T <= FEW; gate [E, D] fp32; latent [L, D] bf16 or None; up [F, D] and down
+[D, F] bf16 without scale, or e4m3 with one.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nemotriton.errors import require
+from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.fixed_order import FixedOrder
+from nemotriton.kernels.fp4 import random_fp8
+from nemotriton.kernels.gemm import matmul_ref
+from nemotriton.kernels.gemm_quant import fp8_matmul_ref
+from nemotriton.kernels.moe_products import LINE, _enter, _share
+from nemotriton.kernels.moe_route import Routing, group_sizes, route_experts_ref
+from nemotriton.kernels.op import (
+    Args,
+    Case,
+    Cost,
+    KernelSpec,
+    Tile,
+    cdiv,
+    launch,
+    next_pow2,
+    op,
+    target,
+)
+from nemotriton.kernels.quantize import check_scale
+
+FEW = 8  # tokens up to which this pays: more are read too often by so many programs
+
+
+class Entered(NamedTuple):
+    """What leaves `enter_moe`; logits [T, E], or [parts, T, E] to be added in that order."""
+
+    logits: torch.Tensor
+    narrow: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+# --------------------------------------------------------------------------------------- enter_moe
+def enter_moe_ref(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    latent: torch.Tensor | None,
+    up: torch.Tensor,
+    up_scale: torch.Tensor | None = None,
+) -> Entered:
+    """Twin of `enter_moe`."""
+    logits = matmul_ref(x, gate, out_dtype=torch.float32)
+    narrow = None if latent is None else matmul_ref(x, latent)
+    return Entered(logits, narrow, _scaled_ref(x, up, up_scale, "relu2"))
+
+
+def _scaled_ref(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, epilogue: str
+) -> torch.Tensor:
+    if scale is None:
+        return matmul_ref(x, weight, epilogue=epilogue)
+    return fp8_matmul_ref(x, weight, scale, epilogue=epilogue)
+
+
+@op(ref=enter_moe_ref)
+def enter_moe(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    latent: torch.Tensor | None,
+    up: torch.Tensor,
+    up_scale: torch.Tensor | None = None,
+) -> Entered:
+    """The products of a MoE layer's normed x [T, D]: router logits, latent x, shared hidden.
+
+    Sizes and dtypes as in the module's docstring, weights contiguous, up_scale fp32 of one value.
+    The logits come in parts."""
+    T, D = _check_x(x)
+    E, F, L = gate.shape[0], up.shape[0], 0 if latent is None else latent.shape[0]
+    require(gate.dtype == torch.float32, f"the gate must be float32, got {gate.dtype}")
+    if up_scale is not None:
+        check_scale(up_scale, "up_scale")
+    for name, weight in (("gate", gate), ("latent", latent), ("up", up)):
+        _check_weight(name, weight, D)
+    tile = ENTER_MOE.tile(T, x, E=E, L=L, F=F, D=D, S=up.element_size())
+    row, splits = int(tile["ROW"]), int(tile["SPLITS"])
+    gate_steps = cdiv(D, row // 4 * splits)
+    logits = torch.empty((splits, T, E), dtype=torch.float32, device=x.device)
+    narrow = None if latent is None else torch.empty((T, L), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((T, F), dtype=x.dtype, device=x.device)
+    n = int(tile["BLOCK_N"])
+    tiles = cdiv(E, n) * splits + cdiv(L, n) + cdiv(F, n)
+    grid = (tiles * cdiv(T, int(tile["BLOCK_T"])),)
+    weights = (gate, latent, _bytes(up), up_scale)
+    launch(
+        _enter, grid, x, *weights, logits, narrow, hidden, x.stride(0), T,
+        D=D, E=E, L=L, F=F, GATE_STEPS=gate_steps, LATENT_STEPS=cdiv(D, row // 2),
+        UP_STEPS=cdiv(D, row // up.element_size()), EVEN_K=D % (row * splits) == 0,
+        LINES=_lines(tile, D * min(up.element_size(), 4 // splits)), **_constants(tile, x),
+    )  # fmt: skip
+    return Entered(logits, narrow, hidden)
+
+
+# ------------------------------------------------------------------------------------ share_expert
+def share_expert_ref(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    router_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    hidden: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor]:
+    """Twin of `share_expert`."""
+    groups = (router_groups, top_groups, normalize, scale)
+    routing = route_experts_ref(logits, bias, top_k, *groups, sort=False)
+    return routing, _scaled_ref(hidden, down, down_scale, "none")
+
+
+@op(ref=share_expert_ref)
+def share_expert(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    router_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scale: float,
+    hidden: torch.Tensor,
+    down: torch.Tensor,
+    down_scale: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor]:
+    """The router of a few tokens beside the shared expert's second product.
+
+    logits [parts, T, E] and the rest as in `route_experts`; hidden [T, F], down [D, F] and its
+    scale as in the module's docstring. Returns the routing, not sorted, and the expert's y [T, D].
+    """
+    T, F = _check_x(hidden)
+    parts, rows, E = logits.shape
+    require(rows == T, f"{T} tokens, but router logits of {rows}")
+    _check_weight("down", down, F)
+    if down_scale is not None:
+        check_scale(down_scale, "down_scale")
+    D = down.shape[0]
+    tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, F=F, D=D, S=down.element_size())
+    row, n = int(tile["ROW"]), int(tile["BLOCK_N"])
+    ids = torch.empty((T, top_k), dtype=torch.int32, device=hidden.device)
+    weights = torch.empty((T, top_k), dtype=torch.float32, device=hidden.device)
+    y = torch.empty((T, D), dtype=hidden.dtype, device=hidden.device)
+    nothing = ids.new_empty((0,))
+    columns = row // down.element_size()
+    grid = (T + cdiv(D, n) * cdiv(T, int(tile["BLOCK_T"])),)
+    strides = (logits.stride(1), logits.stride(0), hidden.stride(0))
+    launch(
+        _share, grid, logits, bias, ids, weights, hidden, _bytes(down), down_scale, y, *strides, T,
+        scale, D=D, F=F, STEPS=cdiv(F, columns), EVEN_K=F % columns == 0, PARTS=parts, K=top_k,
+        NORMALIZE=normalize, LINES=_lines(tile, F * down.element_size()),
+        **_constants(tile, hidden),
+        **group_sizes(Case(E=E, K=top_k, G=router_groups, TG=top_groups)),
+    )  # fmt: skip
+    return Routing(ids, weights, nothing, nothing), y
+
+
+def _check_x(x: torch.Tensor) -> tuple[int, int]:
+    require(x.ndim == 2, f"x must be [tokens, width], got shape {tuple(x.shape)}")
+    require(x.dtype == torch.bfloat16, f"x must be bfloat16, got {x.dtype}")
+    require(x.stride(1) == 1, "x must have unit stride along its width; call .contiguous()")
+    return x.shape[0], x.shape[1]
+
+
+def _check_weight(name: str, weight: torch.Tensor | None, K: int) -> None:
+    require(
+        weight is None or (weight.ndim == 2 and weight.shape[1] == K and weight.is_contiguous()),
+        f"{name} must be contiguous and {K} wide",
+    )
+
+
+def _bytes(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
+
+
+def _lines(tile: Tile, row_bytes: int) -> int:
+    """Lines of every row to prefetch: as the tile says, within the row."""
+    return min(int(tile["AHEAD"]), next_pow2(row_bytes // LINE.value + 1) // 2)
+
+
+def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
+    """Constants and launch options of both kernels that the tile gives."""
+    pdl = dependent(x)
+    rest = {k: v for k, v in tile.items() if k != "AHEAD"}
+    how = {"ASM": target(x.device) >= 90, "PDL": pdl, "launch_pdl": pdl}
+    return rest | how | {"SLICES": tile["num_warps"]}
+
+
+# ------------------------------------------------------------------------------------------- specs
+def _sizes(config: Any) -> list[Case]:
+    """S: bytes of an element of the shared expert's matrices."""
+    return [
+        Case(
+            E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups, L=m.latent or 0,
+            F=m.shared_width, D=config.width, S=size,
+        )
+        for m in dict.fromkeys((*config.moes, config.mtp_moe))
+        if m is not None and m.shared_width
+        for size in (1, 2)
+    ]  # fmt: skip
+
+
+def _axes(names: str) -> Any:
+    """The cases of `_sizes`, of which only these axes count."""
+    return lambda config: list(
+        dict.fromkeys(Case(**{k: c[k] for k in names.split()}) for c in _sizes(config))
+    )
+
+
+def _shared(
+    shape: tuple[int, int], size: int, dev: torch.device, rng: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if size == 1:
+        return random_fp8(shape, dev, rng), torch.full((), 2 * shape[1] ** -0.5, device=dev)
+    weight = torch.randn(shape, generator=rng, device=dev) * shape[1] ** -0.5
+    return weight.bfloat16(), None
+
+
+def _make_enter(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    D = case.D
+    gate = torch.randn(case.E, D, generator=rng, device=dev) * D**-0.5
+    up, scale = _shared((case.F, D), case.S, dev, rng)
+    latent = None
+    if case.L:
+        latent = (torch.randn(case.L, D, generator=rng, device=dev) * D**-0.5).to(dtype)
+    x = torch.randn(T, D, generator=rng, device=dev).to(dtype)
+    return {"x": x, "gate": gate, "latent": latent, "up": up, "up_scale": scale}
+
+
+def _make_share(
+    case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
+) -> Args:
+    down, scale = _shared((case.D, case.F), case.S, dev, rng)
+    return {
+        "logits": torch.randn(4, T, case.E, generator=rng, device=dev),
+        "bias": 57 + torch.randn(case.E, generator=rng, device=dev) * 0.05,
+        "top_k": case.K,
+        "router_groups": case.G,
+        "top_groups": case.TG,
+        "normalize": True,
+        "scale": 2.5,
+        "hidden": torch.randn(T, case.F, generator=rng, device=dev).to(dtype),
+        "down": down,
+        "down_scale": scale,
+    }
+
+
+def _default(case: Case, tokens: int) -> Tile:
+    tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, num_warps=4, num_stages=4)
+    return tile.but(SPLITS=4) if "L" in case else tile
+
+
+def _order(tile: Tile) -> Any:
+    """What decides the order of sums; of the tiles here it is `gemm_fixed.fixed_stream`'s."""
+    return tile["ROW"], tile["num_warps"], tile.get("SPLITS", 1)
+
+
+def _fixed(case: Case, tokens: int, phase: str) -> Tile:
+    """In the invariant mode the products go together whatever the number of tokens."""
+    tile = _default(case, 1)
+    if tokens <= FEW:
+        return tile
+    return tile.but(BLOCK_T=16 if tokens <= 16 else 32, BLOCK_N=32, num_stages=3)
+
+
+def _tiles(case: Case) -> list[Tile]:
+    tile = _default(case, 1)
+    ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)]
+    shapes = [tile.but(ROW=row, num_stages=s) for row, s in ((512, 3), (1024, 3), (1024, 2))]
+    wide = [tile.but(num_warps=8, num_stages=s, ROW=row) for row, s in ((512, 4), (1024, 3))]
+    return [tile, *ahead, *shapes, *wide]
+
+
+def _enter_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    weights = case.D * (4 * case.E + 2 * case.L + case.S * case.F)
+    rows = T * (2 * case.D + 4 * case.E + 2 * case.L + 2 * case.F)
+    return Cost(2 * T * case.D * (case.E + case.L + case.F), weights + rows)
+
+
+def _share_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
+    rows = T * (4 * case.E + 8 * case.K + 2 * case.F + 2 * case.D)
+    return Cost(2 * T * case.D * case.F, case.D * case.F * case.S + rows)
+
+
+_TOKENS = (1, 2, 4, 8, 16)
+
+
+ENTER_MOE = KernelSpec(
+    terms=lambda case: case.D,
+    op=enter_moe,
+    kernels=(_enter,),
+    cases=_axes("E L F D S"),
+    small=[
+        Case(E=20, L=48, F=80, D=336, S=1),
+        Case(E=8, L=0, F=33, D=64, S=2),
+        Case(E=16, L=32, F=32, D=512, S=1),
+    ],
+    tokens=_TOKENS,
+    make=_make_enter,
+    tiles=_tiles,
+    default=_default,
+    fixed=FixedOrder(_order, _fixed),
+    cost=_enter_cost,
+    dtypes=("bf16",),
+    per_token=("x",),
+    strided=("x",),
+    meaning=lambda named: {
+        k: v.sum(0) if k == "out0" and v.ndim == 3 else v for k, v in named.items()
+    },
+)
+
+SHARE_EXPERT = KernelSpec(
+    terms=lambda case: case.F,
+    op=share_expert,
+    kernels=(_share,),
+    cases=_axes("E K G TG F D S"),
+    small=[
+        Case(E=32, K=6, G=1, TG=1, F=80, D=48, S=1),
+        Case(E=40, K=4, G=8, TG=3, F=64, D=37, S=2),
+    ],
+    tokens=_TOKENS,
+    make=_make_share,
+    tiles=_tiles,
+    default=_default,
+    fixed=FixedOrder(_order, _fixed),
+    cost=_share_cost,
+    dtypes=("bf16",),
+    per_token=("hidden",),
+    strided=("hidden",),
+)

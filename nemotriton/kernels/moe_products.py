@@ -1,0 +1,177 @@
+"""Kernels of a mixture-of-experts layer at a few tokens; `moe_few` has their ops.
+
+A program's number says which matrix it takes rows of, or which token it routes. All wait for the
+kernel before them with lines of their weights on the way (see `dependent`).
+"""
+
+import triton
+import triton.language as tl
+
+from nemotriton.kernels.dependent import prefetch
+from nemotriton.kernels.gemm_stream import dot_parts, e4m3_to, finish
+from nemotriton.kernels.moe_choice import expert_columns, load_bias, route_tokens
+
+LINE = tl.constexpr(128)  # bytes that come from memory together
+
+
+@triton.jit
+def _ahead(
+    w_ptr, first,
+    ROWS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Prefetch LINES lines of each of ROWS rows of N, STRIDE elements apart."""
+    if LINES > 0:
+        i = tl.arange(0, ROWS * LINES)
+        SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+        row = tl.minimum(first + i // LINES, N - 1)
+        prefetch(w_ptr + row * STRIDE + i % LINES * (LINE // SIZE))
+
+
+@triton.jit
+def _product(
+    x_ptr, w_ptr, x_stride, T, t, tile, k_0,
+    N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_N, tokens t] of a tile of rows of W [N, K] over STEPS steps from column k_0, each
+    of ROW bytes of every row."""
+    SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
+    BLOCK_K: tl.constexpr = ROW // SIZE // SLICES
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = k_0 + tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    live = (t < T)[None, None, :]
+    x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]  # [SLICES, BLOCK_K, BLOCK_T]
+    w_at = w_ptr + (tl.minimum(n, N - 1) * K)[None, :, None] + k[:, None, :]
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
+    for step in range(STEPS):
+        if EVEN_K:
+            w = tl.load(w_at)
+            x = tl.load(x_at, mask=live, other=0.0)
+        else:
+            left = k + step * (SLICES * BLOCK_K) < K
+            w = tl.load(w_at, mask=left[:, None, :], other=0)
+            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
+        if w_ptr.dtype.element_ty == tl.uint8:
+            w = e4m3_to(w, x_ptr.dtype.element_ty, ASM)
+        if w_ptr.dtype.element_ty == tl.float32:
+            acc = dot_parts(w, x, acc, True)
+        else:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        w_at += SLICES * BLOCK_K
+        x_at += SLICES * BLOCK_K
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def _scaled(acc, scale_ptr):
+    """acc times the weight's scale, where it has one."""
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T"])
+def _enter(
+    x_ptr, gate_ptr, latent_ptr, up_ptr, scale_ptr, logits_ptr, narrow_ptr, hidden_ptr, x_stride, T,
+    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, F: tl.constexpr,
+    SPLITS: tl.constexpr, GATE_STEPS: tl.constexpr, LATENT_STEPS: tl.constexpr,
+    UP_STEPS: tl.constexpr, EVEN_K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROW: tl.constexpr, LINES: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The gate's programs first, for theirs take longest; then the latent's, then the expert's."""
+    pid = tl.program_id(0).to(tl.int64)
+    PART: tl.constexpr = GATE_STEPS * (ROW // 4)  # columns of the gate in one program
+    GATES: tl.constexpr = (E + BLOCK_N - 1) // BLOCK_N * SPLITS
+    LATENTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
+    ALL: tl.constexpr = GATES + LATENTS + (F + BLOCK_N - 1) // BLOCK_N
+    t = pid // ALL * BLOCK_T + tl.arange(0, BLOCK_T)
+    pid = pid % ALL
+    split = pid % SPLITS
+    if PDL:
+        if pid < GATES:
+            _ahead(gate_ptr + split * PART, pid // SPLITS * BLOCK_N, BLOCK_N, E, D, LINES)
+        elif pid < GATES + LATENTS:
+            if L > 0:
+                _ahead(latent_ptr, (pid - GATES) * BLOCK_N, BLOCK_N, L, D, LINES)
+        else:
+            _ahead(up_ptr, (pid - GATES - LATENTS) * BLOCK_N, BLOCK_N, F, D, LINES)
+        tl.extra.cuda.gdc_wait()
+    n = tl.arange(0, BLOCK_N)[:, None]
+    if pid < GATES:
+        tile = pid // SPLITS
+        acc = _product(
+            x_ptr, gate_ptr, x_stride, T, t, tile, split * PART, E, D, GATE_STEPS, EVEN_K, SLICES,
+            BLOCK_T, BLOCK_N, ROW, ASM,
+        )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        plane = logits_ptr + split * T * E
+        finish(acc, None, None, plane, t[None, :], tile * BLOCK_N + n, T, E, 0, False)
+    elif pid < GATES + LATENTS:
+        if L > 0:
+            tile = pid - GATES
+            acc = _product(
+                x_ptr, latent_ptr, x_stride, T, t, tile, 0, L, D, LATENT_STEPS, EVEN_K, SLICES,
+                BLOCK_T, BLOCK_N, ROW, ASM,
+            )  # fmt: skip
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            finish(acc, None, None, narrow_ptr, t[None, :], tile * BLOCK_N + n, T, L, 0, False)
+    else:
+        tile = pid - GATES - LATENTS
+        acc = _product(
+            x_ptr, up_ptr, x_stride, T, t, tile, 0, F, D, UP_STEPS, EVEN_K, SLICES,
+            BLOCK_T, BLOCK_N, ROW, ASM,
+        )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        acc = _scaled(acc, scale_ptr)
+        finish(acc, None, None, hidden_ptr, t[None, :], tile * BLOCK_N + n, T, F, 0, True)
+
+
+@triton.jit(do_not_specialize=["T", "part_stride"])
+def _share(
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, h_ptr, down_ptr, scale_ptr, y_ptr,
+    logits_stride, part_stride, h_stride, T, factor,
+    D: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
+    LINES: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The first T programs route a token each, the others multiply."""
+    TILES: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0).to(tl.int64)
+    tile = (pid - T) % TILES
+    if PDL:
+        if pid >= T:
+            _ahead(down_ptr, tile * BLOCK_N, BLOCK_N, D, F, LINES)
+        elif bias_ptr is not None:
+            prefetch(bias_ptr + tl.minimum(tl.arange(0, BLOCK_G * BLOCK_S), GROUPS * SIZE - 1))
+        tl.extra.cuda.gdc_wait()
+    if pid < T:
+        e, real = expert_columns(GROUPS, SIZE, BLOCK_G, BLOCK_S)
+        bias = load_bias(bias_ptr, e, real)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        token = pid + tl.arange(0, 1)
+        slot, weight = route_tokens(
+            logits_ptr, bias, token, T, e, real, logits_stride, part_stride, factor,
+            PARTS, K, GROUPS, TOP_GROUPS, NORMALIZE, 1, BLOCK_G, BLOCK_S,
+        )  # fmt: skip
+        place = (token * K)[:, None] + slot
+        tl.store(ids_ptr + place, tl.broadcast_to(e[None, :], slot.shape), mask=slot >= 0)
+        tl.store(weights_ptr + place, weight, mask=slot >= 0)
+    else:
+        t = (pid - T) // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+        acc = _product(
+            h_ptr, down_ptr, h_stride, T, t, tile, 0, D, F, STEPS, EVEN_K, SLICES,
+            BLOCK_T, BLOCK_N, ROW, ASM,
+        )  # fmt: skip
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        acc = _scaled(acc, scale_ptr)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        finish(acc, None, None, y_ptr, t[None, :], n[:, None], T, D, 0, False)

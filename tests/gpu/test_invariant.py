@@ -1,0 +1,169 @@
+"""The invariant mode on a GPU: ops at full width, and whole schedules, bit by bit."""
+
+import contextlib
+import gc
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemotriton import LLM, device
+from nemotriton.autotune import cache, parity
+from nemotriton.autotune.alone import differing, same_bits
+from nemotriton.kernels.fixed_order import DECODE, PREFILL, fixed_order
+from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, use_tile
+from nemotriton.model.config import ModelConfig
+from tests import schedules
+from tests.gpu.test_parity import skip_other_arches
+from tests.schedules import raw_logits  # noqa: F401
+
+# rows of a step; ops of sequences get as many tokens, over sequences of odd lengths
+ROWS = {DECODE: (3, 17, 70), PREFILL: (50, 300, 2049)}
+ONLY = {"causal_conv1d": PREFILL, "ssd_prefill": PREFILL, "ssd_prefill_chunked": PREFILL,
+        "attend_prefill": PREFILL, "causal_conv1d_update": DECODE, "ssm_update": DECODE,
+        "ssm_replay": DECODE, "attend_decode": DECODE}  # fmt: skip
+SKIPPED = ("verify_drafts", "write_kv")  # nothing of theirs is summed
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def points(most: int) -> Iterator[Any]:
+    config = ModelConfig.preset("super-120b")
+    for name, spec in SPECS.items():
+        cases = [c for c in spec.cases(config) if c.get("STATE", "fp32") in ("fp32", "int8")]
+        for case in () if name in SKIPPED else cases[:most]:
+            for phase in (DECODE, PREFILL):
+                if ONLY.get(name, phase) == phase:
+                    yield pytest.param(spec, case, phase, id=f"{name}-{case}-{phase}")
+
+
+@pytest.mark.parametrize(("spec", "case", "phase"), list(points(6)))
+def test_rows_alone_and_among_others(
+    spec: KernelSpec, case: Case, phase: str, cuda: torch.device
+) -> None:
+    skip_other_arches(spec, cuda)
+    wrong = []
+    for tokens in ROWS[phase]:
+        rng = parity.generator(zlib.crc32(f"{spec.op.name}{case}{tokens}".encode()), cuda)
+        args = spec.make(case, tokens, cuda, DTYPES[spec.dtypes[0]], rng)
+        with fixed_order(phase):
+            wrong += [f"{tokens} rows, {what}" for what in differing(spec, args)]
+    assert not wrong, "; ".join(wrong[:6])
+
+
+@pytest.mark.parametrize(("spec", "case", "phase"), list(points(2)))
+def test_tiles_of_one_order_give_the_same_bits(
+    spec: KernelSpec, case: Case, phase: str, cuda: torch.device
+) -> None:
+    """What `FixedOrder.order` says of the search space's tiles is so."""
+    skip_other_arches(spec, cuda)
+    tokens = ROWS[phase][1]
+    rng = parity.generator(zlib.crc32(f"{spec.op.name}{case}".encode()), cuda)
+    args = spec.make(case, tokens, cuda, DTYPES[spec.dtypes[0]], rng)
+    wrong = []
+    with fixed_order(phase):
+        own = spec.fixed.choose(spec.default, case, tokens, phase, None)
+        want = parity.run(spec, args)
+        alike = [t for t in spec.tiles(case) if t != own]
+        alike = [t for t in alike if spec.fixed.order(t) == spec.fixed.order(own)]
+        for tile in alike[:4]:
+            with use_tile(spec.op.name, tile):
+                got = parity.run(spec, args)
+            wrong += [f"{tile}: {k}" for k in want if not same_bits(want[k], got[k])]
+    assert not wrong, "; ".join(wrong[:4])
+
+
+# ------------------------------------------------------------------------------------- schedules
+FORMATS = {
+    "bf16": {"dtype": "bfloat16", "quant": "bf16"},
+    "mixed": {"dtype": "bfloat16", "quant": "super-mixed"},
+    "fp32": {"dtype": "float32", "quant": "bf16"},
+    "int8 states": {"dtype": "bfloat16", "quant": "super-mixed", "state_dtype": "int8"},
+    "stochastic states": {"dtype": "bfloat16", "quant": "nvfp4", "state_dtype": "float16-sr"},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "pieces": {"prefill_piece": 64, "max_requests": 9, "graphs": False},
+    "graphs": {"max_requests": 24},
+    "drafts": {"prefill_piece": 224, "max_requests": 12, "drafts": 5},
+    "tree": {"prefill_piece": 96, "max_requests": 10, "tree": "0,0,1,1,2", "graphs": False},
+    "tree in graphs": {"max_requests": 6, "tree": "0,0,0,1,2", "own": True},
+}
+
+
+@pytest.mark.usefixtures("raw_logits")
+@pytest.mark.parametrize("name", FORMATS)
+def test_schedules_change_no_bit(
+    name: str, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 requests alone, then together in five ways; half of the ways with other tuned tiles."""
+    count = 200 if name in ("bf16", "mixed") else 30
+    sizes = {"device": cuda, "max_context": 512, "invariant": True, "memory": 0.3} | FORMATS[name]
+    if name == "int8 states":
+        sizes["prefill_piece"] = 96  # there the cut is part of the setting
+    wanted = schedules.wishes(count, seed=7, vocab=512, longest=300, tokens=24)
+    with LLM.synthetic("tiny", max_requests=1, **sizes) as llm:
+        want = schedules.alone(llm, wanted)
+    kept = {k: v for k, v in sizes.items() if k == "prefill_piece"}
+    for turn, (way, options) in enumerate(WAYS.items()):
+        tuned = retuned(monkeypatch, tmp_path / way, cuda, turn)
+        with tuned if turn % 2 else contextlib.nullcontext():
+            together(way, sizes | options | kept, wanted, want, turn)
+
+
+def together(
+    way: str,
+    options: dict[str, Any],
+    wanted: list[schedules.Wish],
+    want: list[schedules.Trace],
+    seed: int,
+) -> None:
+    options = dict(options)
+    own = options.pop("own", False)
+    with LLM.synthetic("tiny", **options) as llm:
+        found = schedules.run(llm, wanted, schedules.chance(llm, want, seed, stub=not own))
+        stats, accepted = llm.stats(), llm.engine.draft_meter.accepted
+    schedules.check(found, want, wanted)
+    assert stats["preemptions"] > 0, way
+    assert own or accepted > 0 or not ("drafts" in options or "tree" in options), way
+
+
+@contextlib.contextmanager
+def retuned(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, cuda: torch.device, seed: int
+) -> Iterator[None]:
+    """Inside the block: a tune cache of tiles drawn at random. The mode takes what its order
+    allows."""
+    rng, gpu, config = random.Random(seed), device.info(cuda).slug, ModelConfig.preset("tiny")
+    for spec in SPECS.values():
+        entries = [
+            {
+                "case": {"dtype": "bf16", **case},
+                "tokens": [{"upto": t, "tile": dict(rng.choice(spec.tiles(case)))}
+                           for t in spec.tokens],
+            }
+            for case in spec.cases(config)
+        ]  # fmt: skip
+        data = {"schema": cache.SCHEMA, "kernel": spec.op.name, "gpu": {"slug": gpu},
+                "source": spec.source, "entries": entries}  # fmt: skip
+        cache.save(data, spec.op.name, gpu, folder)
+    with monkeypatch.context() as patch:
+        patch.setenv("NEMOTRITON_TUNE_CACHE", str(folder))
+        forget()
+        yield
+    forget()
+
+
+def forget() -> None:
+    """Look tiles up anew."""
+    for spec in SPECS.values():
+        spec._tables.clear()
+        spec._chosen.clear()

@@ -1,0 +1,149 @@
+"""Random schedules over one engine, and the bits of the logits behind every token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemotriton import LLM, SamplingParams
+from nemotriton.engine import runner
+from nemotriton.engine.caches import PAGE_SIZE
+from nemotriton.engine.request import Piece
+from nemotriton.engine.sampling import mix_seed
+from tests.test_drafts import stubbed
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request: when it comes, by the number of the step, and after how many tokens it leaves."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    arrival: int = 0
+    leaves: int | None = None
+
+
+@dataclass
+class Trace:
+    """A request's tokens, and the logits (fp32 [V], on the CPU) that each was picked from."""
+
+    tokens: list[int]
+    rows: list[Tensor] = field(repr=False)
+
+
+def wishes(count: int, seed: int, vocab: int, longest: int, tokens: int) -> list[Wish]:
+    """Prompts of 1 .. longest tokens, short ones mostly, greedy or not; a tenth leaves early."""
+    rng = random.Random(seed)
+    found, arrival = [], 0
+    for i in range(count):
+        length = min(longest, int(rng.expovariate(4 / longest)) + 1)
+        if i % 3 == 1:  # about to need another page
+            length = max(PAGE_SIZE - rng.randint(0, tokens // 2), 1)
+        prompt = tuple(rng.randrange(3, vocab) for _ in range(length))
+        if i % 7 == 3:  # runs of one symbol
+            prompt = (prompt[0],) * length
+        params = SamplingParams(
+            temperature=rng.choice([0, 0.8, 1.2]),
+            top_p=rng.choice([1, 0.9]),
+            seed=mix_seed(seed, i),
+            max_tokens=rng.randint(tokens // 2, tokens),
+            ignore_eos=True,
+            logprobs=0,
+        )
+        leaves = rng.randint(1, tokens) if rng.random() < 0.1 else None
+        found.append(Wish(prompt, params, arrival, leaves))
+        arrival += rng.choice([0, 0, 0, 0, 1, 3])
+    return found
+
+
+@pytest.fixture
+def raw_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's `logprobs` are the model's logits as they are."""
+
+    def rows(logits: Tensor, chosen: Sequence[int], wanted: Sequence[int]) -> list[Any]:
+        return list(logits.float().cpu().clone())
+
+    monkeypatch.setattr(runner, "describe", rows)
+
+
+def run(
+    llm: LLM, wanted: Sequence[Wish], before: Callable[[int], None] = lambda step: None
+) -> list[Trace]:
+    """Let the requests come and go; `before` is called before every step with its number."""
+    engine, groups, step = llm.engine, {}, 0
+    while len(groups) < len(wanted) or engine.busy:
+        for i, wish in enumerate(wanted):
+            if i not in groups and wish.arrival <= step:
+                groups[i] = engine.submit(engine.prepare(list(wish.prompt), wish.params))
+        for i, group in groups.items():
+            leaves = wanted[i].leaves
+            if leaves is not None and len(group.completions[0].request.output) >= leaves:
+                engine.cancel(group.id)
+        before(step)
+        llm.step()
+        step += 1
+        assert step < 20_000, "the schedule does not end"
+    requests = [groups[i].completions[0].request for i in range(len(wanted))]
+    return [Trace(list(r.output), list(r.logprobs)) for r in requests]
+
+
+def alone(llm: LLM, wanted: Sequence[Wish]) -> list[Trace]:
+    """Each request when nothing runs beside it, to its end."""
+    return [run(llm, [Wish(w.prompt, w.params)])[0] for w in wanted]
+
+
+def check(found: Sequence[Trace], want: Sequence[Trace], wanted: Sequence[Wish]) -> None:
+    """The same tokens from the same bits, as far as each request went."""
+    wrong = []
+    for i, (a, b, wish) in enumerate(zip(found, want, wanted, strict=True)):
+        assert len(a.rows) == len(a.tokens)
+        assert wish.leaves is not None or len(a.tokens) == len(b.tokens)
+        for t, (x, y) in enumerate(zip(a.rows, b.rows)):  # as far as both went
+            if not torch.equal(x, y):
+                off = float((x - y).abs().max())
+                wrong.append(f"request {i}, prompt {len(wish.prompt)}, token {t}: {off:.3g}")
+                break
+        else:
+            assert a.tokens == b.tokens[: len(a.tokens)]
+    assert not wrong, f"{len(wrong)} of {len(found)} differ: " + "; ".join(wrong[:8])
+
+
+def chance(llm: LLM, want: Sequence[Trace], seed: int, stub: bool = True) -> Callable[[int], None]:
+    """For `before`: a random number of drafts a step; pages come and go, so that requests are
+    preempted. stub: most drafts are right up to a random depth."""
+    rng, engine = random.Random(seed), llm.engine
+    taken: list[int] = []
+    engine.depth = None
+    if engine.runner.drafter is not None and stub:
+        own = engine.runner.drafter.propose
+        made = stubbed(engine, lambda n, depth: depth <= n * 7 % 5)
+        truth, plain = made.truth, made.propose
+
+        def propose(pieces: Sequence[Piece]) -> Tensor:
+            for p in pieces:  # submitted in the order of `want`, but for what ran before
+                truth[p.request.id] = want[int(p.request.id.split("-")[0]) - first].tokens
+            return plain(pieces) if rng.random() < 0.7 else own(pieces)
+
+        first = engine._submitted
+        made.propose = propose  # type: ignore[method-assign]
+
+    def before(step: int) -> None:
+        scheduler, pages = engine.scheduler, engine.scheduler.pages
+        if engine.runner.drafter is not None:
+            scheduler.drafts = rng.choice(engine.runner.drafter.shape.options)
+        assert pages is not None
+        if taken and (step % 5 == 0 or not scheduler.running):
+            pages.give(taken)
+            taken.clear()
+        elif len(scheduler.running) > 1 and step % 5 == 1:
+            oldest = scheduler.running[0]  # which always advances
+            room = len(oldest.pages) * PAGE_SIZE - oldest.length
+            taken.extend(pages.take(max(pages.free - (room < 30), 0)))
+
+    return before

@@ -1,0 +1,91 @@
+"""The tables of whole-model figures: rows alone speak, and the pages show what rows there are."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import performance, report, rows
+from bench.models import blank
+from bench.rows import BenchError, Row
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = ROOT / "bench/results/nvidia_h200"
+ORIGIN = {
+    "gpu": "NVIDIA H200", "ceilings": {"copy_gbs": 4280.0, "bf16_tflops": 700.0},
+    "date": "2026-11-30", "commit": "abcdef0123",
+}  # fmt: skip
+
+
+def step(batch: int, us: float, **more: Any) -> Row:
+    case = {"context": 1024, "drafts": 0, "state": "float32"} | more.pop("case", {})
+    row = blank("decode", "super-120b", "release", batch, f"measure {batch}", **case)
+    kinds = {"M": {"launches": 80, "bytes": 4e9, "floor_us": us / 3, "us": us / 2}}
+    row |= {"us": us, "p20": us, "p80": us, "device_us": 0.98 * us, "floor_us": us / 2}
+    row |= {"roofline_pct": 50.0, "tokens_per_s": 1e6 * batch / us, "launches": 572}
+    return row | ORIGIN | {"experts": None, "kinds": kinds} | more
+
+
+def test_a_figure_is_its_latest_row() -> None:
+    other = step(1, 1.0, case={"state": "int8"})
+    found = [step(1, 9000.0), step(1, 4500.0), other, step(16, 9000.0), step(64, 20000.0)]
+    text = performance.table("decode", found)
+    lines = text.splitlines()
+    assert (
+        "| a step, 1 x 1,024 tokens | 2.25 ms | 4.50 ms, 222 tok/s | 50 % | >= 70 % |  |" in lines
+    )
+    assert "| a step, 256 x 1,024 tokens | | not measured | | >= 65 % |  |" in lines
+    assert any("2.0 % |" in x for x in lines if "waits for the host" in x)
+    assert any("| 6.5 |" in x for x in lines if "launches a layer" in x)
+    assert lines[-1] == "Synthetic weights. One NVIDIA H200, 2026-11-30, commit abcdef0."
+    assert {x.count("|") for x in lines if x.startswith("|")} == {7}
+    assert performance.commands(found) == ["measure 1", "measure 16", "measure 64"]
+    with pytest.raises(BenchError, match="no figure is in 'nothing'"):
+        performance.table("nothing", found)
+
+
+def test_every_area_has_figures_and_every_figure_a_floor_or_none() -> None:
+    areas = {f.area for f in performance.figures()}
+    assert areas == {"decode", "drafts", "prompt", "load", "transformers", "start"}
+    text = (ROOT / "docs/performance.md").read_text()
+    shown = {a for m in performance.MARKED.finditer(text) for a in m[2].split(", ")}
+    assert areas <= shown
+
+
+def test_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
+    file, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    for row in (step(1, 4500.0), step(16, 9000.0), step(64, 20000.0)):
+        rows.append(row, file)
+    marks = ("decode", "layers decode 1", "layers prefill 8192", "predictions")
+    page.write_text(
+        "own\n" + "".join(f"<!-- figures: {m} -->\nold\n<!-- end of figures -->\n" for m in marks)
+    )
+    picture = tmp_path / "steps.png"
+    words = [str(file), "--figures", str(page), "--steps", str(picture)]
+    done = CliRunner().invoke(report.app, words)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert text.startswith("own\n")
+    assert "old" not in text
+    assert "| M | 80 | 4.000 | 1.500 | 2.250 |" in text
+    assert "Not measured." in text
+    assert text.count("(prediction)") == 2
+    assert 1000 < picture.stat().st_size < 100_000
+    page.write_text("no marks")
+    done = CliRunner().invoke(report.app, words[:3])
+    assert "has no line" in str(done.exception)
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md", "README.md"])
+def test_the_pages_show_the_rows_that_lie_there(page: str) -> None:
+    """If not: python -m bench.report bench/results/nvidia_h200/*.jsonl --figures PAGE"""
+    text = (ROOT / page).read_text()
+    assert performance.written(text, rows.load(sorted(H200.glob("*.jsonl")))) == text
+
+
+def test_the_page_says_what_is_no_measurement_of_a_trained_model() -> None:
+    text = (ROOT / "docs/performance.md").read_text()
+    assert re.search(r"\*\*All weights are synthetic\*\*", text)
+    assert re.search(r"\*\*Predictions\*\*", text)
