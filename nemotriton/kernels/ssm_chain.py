@@ -152,12 +152,14 @@ def _replay_chain(
     p, n, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, L)
     start, count, slot, on, held, position = _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr,
                                                        lengths_idx)  # fmt: skip
-    state, ring, tokens = _head(head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr,
-        scales_ptr, x_ring, dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot,
-        scales_slot, x_slot, dt_slot, B_slot, P, N, R)  # fmt: skip
+    ring, tokens = _head(head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring,
+                         B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, x_slot, dt_slot, B_slot,
+                         P, N, R)  # fmt: skip
+    if scales_ptr is not None:
+        scales_ptr += slot * scales_slot + head * P
+    state = (state_ptr + slot * state_slot + head * P * N, scales_ptr)
     strides, noise = (x_t, dt_t, B_t, C_t), (seeds_ptr, s, layer, head * P)
-    y_ptr, y_t = y_ptr + (start * H + head) * P, H * P
-    order_idx += s * R
+    y_ptr, y_t, order_idx = y_ptr + (start * H + head) * P, H * P, order_idx + s * R
     last = position + (L - 1)  # of the tokens of the ring's first window
     drop = _settled(state, ring, order_idx, A, noise, last, p0, held,
                     P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
@@ -172,8 +174,8 @@ def _replay_chain(
     if UPDATE:
         token, wanted, C, weights, left, seen = answer
         x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
-        product = _read(h, scale, state[1], C)
-        y = _outputs(product, x, weights, left, seen, DRAFTS)
+        y = _read(h, scale, state[1], C)
+        y = _outputs(y, x, weights, left, seen, DRAFTS)
         _put(y, y_ptr, token, y_t, p, wanted, P)
         _keep(ring[0], at, x, p, new, P)
         tl.store(ring[1] + at, step, mask=new & one_tile)

@@ -114,7 +114,7 @@ def _trial(
 @triton.jit
 def _below(
     b, state, ring, at, tokens, strides, limits, order_idx, A, noise, position, p0, held, kept,
-    on, a, t, index, here, way, on_way, answer, y_ptr, y_t, count,
+    on, a, t, index, way, on_way, answer, y_ptr, y_t, count,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _below(
     x_ring, dt_ring, _ = ring
     x_ptr, dt_ptr, B_ptr, C_ptr = tokens
     x_t, dt_t, B_t, C_t = strides
-    weights, j = answer[1], tl.arange(0, L)
+    weights, j, here = answer[1], tl.arange(0, L), _turned(index, a, t)
     path = tl.sum(tl.where((t[None, :] == b) & on_way, 1, 0), 1)  # [A]: on the way to b
     stop = (path[:, None] != 0) & (here[:, None] == j[None, :])
     row = tl.sum(tl.where(stop, a[:, None], 0), 0)  # [L]: the new token at entry j
@@ -165,17 +165,18 @@ def _replay_tree(
     limits = (tl.load(bias_ptr + head).to(tl.float32), low, high)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    ROWS: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16  # a tensor-core tile's
     p, n, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N), tl.arange(0, L)
-    a, t = tl.arange(0, ROWS), tl.arange(0, BLOCK_T)
+    a, t = tl.arange(0, BLOCK_T if BLOCK_T > 16 else 16), tl.arange(0, BLOCK_T)
     start, count, slot, on, held, position = _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr,
                                                        lengths_idx)  # fmt: skip
-    state, ring, tokens = _head(head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr,
-        scales_ptr, x_ring, dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot,
-        scales_slot, x_slot, dt_slot, B_slot, P, N, R)  # fmt: skip
+    ring, tokens = _head(head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring,
+                         B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, x_slot, dt_slot, B_slot,
+                         P, N, R)  # fmt: skip
+    if scales_ptr is not None:
+        scales_ptr += slot * scales_slot + head * P
+    state = (state_ptr + slot * state_slot + head * P * N, scales_ptr)
     strides, noise = (x_t, dt_t, B_t, C_t), (seeds_ptr, s, layer, head * P)
-    y_ptr, y_t = y_ptr + (start * H + head) * P, H * P
-    order_idx += s * R
+    y_ptr, y_t, order_idx = y_ptr + (start * H + head) * P, H * P, order_idx + s * R
     last = position + (L - 1)  # of the tokens of the ring's first window
     drop = _settled(state, ring, order_idx, A, noise, last, p0, held,
                     P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
@@ -185,13 +186,11 @@ def _replay_tree(
     at = tl.load(order_idx + drop + j, mask=j < kept, other=0).to(tl.int64)
     on_way = _ancestors(parents_idx + start, a, t, count)
     index = kept + tl.sum(on_way.to(tl.int32), 0) - 1  # the place behind the stored state
-    here = _turned(index, a, t)
     step, way, answer = _tree(ring, at, tokens, strides, limits, A, D, on_way, a, t, kept, count,
                               on, state_ptr, N, BLOCK_N, L)  # fmt: skip
     if UPDATE:
         _until(h, scale, state[1], ring, at, tokens, strides, p, answer, y_ptr, y_t, a, t, index,
                kept, count, on, P, L)  # fmt: skip
-        # before what is rare, for the registers
         new = (a < count) & on
         place = tl.load(order_idx + held + a, mask=new, other=0).to(tl.int64)
         _keep(ring[0], place, _rows(tokens[0], a, x_t, p, new, P), p, new, P)
@@ -205,5 +204,5 @@ def _replay_tree(
         for b in range(count):
             if (tl.sum(tl.where(t == b, index, 0), 0) == L - 1) & on:
                 _below(b, state, ring, at, tokens, strides, limits, order_idx, A, noise,
-                       last + drop, p0, held, kept, on, a, t, index, here, way, on_way,
+                       last + drop, p0, held, kept, on, a, t, index, way, on_way,
                        answer, y_ptr, y_t, count, P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip

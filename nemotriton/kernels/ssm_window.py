@@ -275,19 +275,16 @@ def _behind_ring(
 
 @triton.jit
 def _head(
-    head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, state_ptr, scales_ptr, x_ring,
-    dt_ring, B_ring, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, state_slot, scales_slot, x_slot, dt_slot,
-    B_slot, P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring, B_ring,
+    x_t, x_h, dt_t, B_t, B_g, C_t, C_g, x_slot, dt_slot, B_slot,
+    P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """The same pointers at a sequence's part of each: (state, scales), rings, (x, dt, B, C)."""
-    state_ptr += slot * state_slot + head * P * N
-    if scales_ptr is not None:
-        scales_ptr += slot * scales_slot + head * P
+    """A sequence's part of the rings, and of x, dt, B and C."""
     x_ptr, dt_ptr = x_ptr + start * x_t + head * x_h, dt_ptr + start * dt_t + head
     B_ptr, C_ptr = B_ptr + start * B_t + group * B_g, C_ptr + start * C_t + group * C_g
     x_ring, dt_ring = x_ring + slot * x_slot + head * R * P, dt_ring + slot * dt_slot + head * R
     B_ring += slot * B_slot + group * R * N
-    return (state_ptr, scales_ptr), (x_ring, dt_ring, B_ring), (x_ptr, dt_ptr, B_ptr, C_ptr)
+    return (x_ring, dt_ring, B_ring), (x_ptr, dt_ptr, B_ptr, C_ptr)
 
 
 @triton.jit
