@@ -18,6 +18,7 @@ from nemotriton.kernels import (
     causal_conv1d_update,
     enter_moe,
     gated_rms_norm,
+    mamba_step,
     matmul,
     route_experts,
     share_expert,
@@ -29,6 +30,7 @@ from nemotriton.kernels import (
 from nemotriton.kernels.dependent import beside
 from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
+from nemotriton.kernels.mamba_step import WIDEST
 from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
 from nemotriton.kernels.moe_few import FEW
 from nemotriton.model.config import AttentionConfig, LayerKind, MambaConfig, ModelConfig, MoeConfig
@@ -98,14 +100,52 @@ class MambaMixer(nn.Module):
         z, xBC, dt = self.split(self.in_proj(x))
         parts = []
         if batch.decode is not None:
-            span = batch.decode
-            parts.append(self._decode(xBC[: span.end], dt[: span.end], span, caches.mamba))
+            span, n = batch.decode, batch.decode.end
+            if self._one_launch(xBC, span, caches.mamba):
+                parts.append(self._step(z[:n], xBC[:n], dt[:n], span, caches.mamba))
+            else:
+                parts.append(self._gate(self._decode(xBC[:n], dt[:n], span, caches.mamba), z[:n]))
         if batch.prefill is not None:
-            span = batch.prefill
-            parts.append(self._prefill(xBC[span.start :], dt[span.start :], span, caches.mamba))
-        y = joined(parts).flatten(1)
-        y = gated_rms_norm(y, z, self.norm.weight, self.norm.eps, self.mamba.groups)
-        return self.out_proj(y)
+            span, n = batch.prefill, batch.prefill.start
+            parts.append(self._gate(self._prefill(xBC[n:], dt[n:], span, caches.mamba), z[n:]))
+        return self.out_proj(joined(parts))
+
+    def _one_launch(self, xBC: torch.Tensor, span: Any, states: Any) -> bool:
+        """Whether the decode rows take `mamba_step`; the twins run one by one, to be told apart."""
+        one = span.max_new == 1 and not (span.verify or span.trial) and states.rings is None
+        return one and self.mamba.conv_width <= WIDEST and mamba_step.uses_triton((xBC,), {})
+
+    def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        return gated_rms_norm(y.flatten(1), z, norm.weight, norm.eps, self.mamba.groups)
+
+    def _step(
+        self, z: torch.Tensor, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any
+    ) -> torch.Tensor:
+        """One token a sequence, normed."""
+        i = self.index
+        return mamba_step(
+            xBC,
+            dt,
+            z,
+            self.conv1d.weight,
+            self.conv1d.bias,
+            states.conv[i],
+            self.A,
+            self.D,
+            self.dt_bias,
+            states.ssm[i],
+            self.norm.weight,
+            self.mamba.groups,
+            states.arrivals,
+            span.cu,
+            span.slots,
+            states.cells(span),
+            eps=self.norm.eps,
+            dt_limit=self.mamba.dt_limit,
+            scales=states.layer_scales(i)[0],
+            noise=states.noise(span, i),
+        )
 
     def _decode(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
         """1..max_new tokens a sequence; with drafts the states stay and every step is a lane, or
