@@ -280,7 +280,7 @@ def _cases(config: Any) -> list[Case]:
     sizes.update({(m.in_rows, config.width): 0 for m in _some(config.mamba)})
     sizes.update({(config.width, m.inner): 0 for m in _some(config.mamba)})
     for a in _some(config.attention):
-        sizes.update({(a.q_rows, config.width): 0, (a.kv_rows, config.width): 0})
+        sizes[a.q_rows + 2 * a.kv_rows, config.width] = 0
         sizes[config.width, a.q_rows] = 0
     for m in (*_some(*config.moes), *_some(config.mtp_moe)):
         sizes[m.experts, config.width] = 1

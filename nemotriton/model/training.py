@@ -27,7 +27,8 @@ from nemotriton.kernels.ssm_update import time_step_ref
 from nemotriton.model.config import MoeConfig
 from nemotriton.model.formats import Format
 from nemotriton.model.layers import Embedding, Linear, RMSNorm
-from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.mamba import MambaMixer
+from nemotriton.model.mixers import AttentionMixer, MlpMixer, MoeMixer
 
 TRAINING_CHUNK = 64  # tokens of a chunk of the scan; any number gives the same result
 
