@@ -318,7 +318,7 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
     """The invariant mode's: one for all numbers of drafts, trees too."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64, PDL=False)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64)
 
 
 ATTEND_DECODE = KernelSpec(

@@ -8,6 +8,7 @@ from torch import nn
 from nemotriton.kernels import (
     causal_conv1d,
     causal_conv1d_update,
+    fixed_order,
     gated_rms_norm,
     mamba_step,
     ssd_prefill,
@@ -92,7 +93,11 @@ class MambaMixer(nn.Module):
         return self.out_proj(joined(parts))
 
     def _one_launch(self, xBC: torch.Tensor, span: Any, states: Any) -> bool:
-        """Whether the decode rows take `mamba_step`; the twins run one by one, to be told apart."""
+        """Whether the decode rows take `mamba_step`. The twins run one by one, to be told apart; so
+        do the kernels in the invariant mode, where drafts, whose windows and states are kept, must
+        give the same bits."""
+        if fixed_order.phase() is not None:
+            return False
         one = span.max_new == 1 and not (span.verify or span.trial) and states.rings is None
         return one and self.mamba.conv_width <= WIDEST and mamba_step.uses_triton((xBC,), {})
 
