@@ -77,11 +77,23 @@ def _turn(program, STEPS: tl.constexpr, ROTATE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(acc, scale_ptr):
-    """acc times the weight's scale, where it has one."""
+def _multiply(
+    x_ptr, w_ptr, scale_ptr, y_ptr, x_stride, T, t, tile, k_0, turn,
+    N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, RELU2: tl.constexpr,
+    EVEN_K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROW: tl.constexpr, ASM: tl.constexpr, LET_GO: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of y = x W^T, times W's scale where it has one."""
+    acc = _product(
+        x_ptr, w_ptr, x_stride, T, t, tile, k_0, turn, N, K, STEPS, EVEN_K, SLICES,
+        BLOCK_T, BLOCK_N, ROW, ASM,
+    )  # fmt: skip
+    if LET_GO:
+        tl.extra.cuda.gdc_launch_dependents()
     if scale_ptr is not None:
         acc *= tl.load(scale_ptr)
-    return acc
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    finish(acc, None, None, y_ptr, t[None, :], n[:, None], T, N, 0, RELU2)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -116,37 +128,23 @@ def _enter(
             row = (pid - GATES - LATENTS) * BLOCK_N
             _ahead(up_ptr, row, up_turn, BLOCK_N, F, D, D, ROW, LINES)
         tl.extra.cuda.gdc_wait()
-    n = tl.arange(0, BLOCK_N)[:, None]
     if pid < GATES:
-        tile = pid // SPLITS
-        acc = _product(
-            x_ptr, gate_ptr, x_stride, T, t, tile, split * PART, gate_turn, E, D, GATE_STEPS,
-            EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM,
-        )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
         plane = logits_ptr + split * T * E
-        finish(acc, None, None, plane, t[None, :], tile * BLOCK_N + n, T, E, 0, False)
+        _multiply(
+            x_ptr, gate_ptr, None, plane, x_stride, T, t, pid // SPLITS, split * PART, gate_turn,
+            E, D, GATE_STEPS, False, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
+        )  # fmt: skip
     elif pid < GATES + LATENTS:
         if L > 0:
-            tile = pid - GATES
-            acc = _product(
-                x_ptr, latent_ptr, x_stride, T, t, tile, 0, latent_turn, L, D, LATENT_STEPS, EVEN_K,
-                SLICES, BLOCK_T, BLOCK_N, ROW, ASM,
+            _multiply(
+                x_ptr, latent_ptr, None, narrow_ptr, x_stride, T, t, pid - GATES, 0, latent_turn,
+                L, D, LATENT_STEPS, False, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
             )  # fmt: skip
-            if PDL:
-                tl.extra.cuda.gdc_launch_dependents()
-            finish(acc, None, None, narrow_ptr, t[None, :], tile * BLOCK_N + n, T, L, 0, False)
     else:
-        tile = pid - GATES - LATENTS
-        acc = _product(
-            x_ptr, up_ptr, x_stride, T, t, tile, 0, up_turn, F, D, UP_STEPS, EVEN_K, SLICES,
-            BLOCK_T, BLOCK_N, ROW, ASM,
+        _multiply(
+            x_ptr, up_ptr, scale_ptr, hidden_ptr, x_stride, T, t, pid - GATES - LATENTS, 0, up_turn,
+            F, D, UP_STEPS, True, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
         )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        acc = _scaled(acc, scale_ptr)
-        finish(acc, None, None, hidden_ptr, t[None, :], tile * BLOCK_N + n, T, F, 0, True)
 
 
 @triton.jit(do_not_specialize=["T", "part_stride"])
@@ -186,12 +184,7 @@ def _share(
         tl.store(weights_ptr + place, weight, mask=slot >= 0)
     else:
         t = (pid - T) // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
-        acc = _product(
-            h_ptr, down_ptr, h_stride, T, t, tile, 0, turn, D, F, STEPS, EVEN_K, SLICES,
-            BLOCK_T, BLOCK_N, ROW, ASM,
+        _multiply(
+            h_ptr, down_ptr, scale_ptr, y_ptr, h_stride, T, t, tile, 0, turn, D, F, STEPS, False,
+            EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
         )  # fmt: skip
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        acc = _scaled(acc, scale_ptr)
-        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        finish(acc, None, None, y_ptr, t[None, :], n[:, None], T, D, 0, False)
