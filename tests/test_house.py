@@ -52,6 +52,7 @@ ORDER = [
             "parallel",
             "packing",
             "layers",
+            "mamba",
             "mixers",
             "training",
             "mtp",

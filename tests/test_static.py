@@ -143,16 +143,12 @@ def wrapper(slots_ptr):
     assert problems(source) == []
 
 
-# kernels that may let a dependent come but are themselves launched plainly
-LEADERS = {"_attend_split"}
-
-
 def impatient(source: str) -> list[str]:
     """Kernels with PDL in which some program might not wait, or wait after it has stored or let
     the next kernel come."""
     found = []
     for function in jit_functions(ast.parse(source)):
-        if "PDL" not in {a.arg for a in function.args.args} or function.name in LEADERS:
+        if "PDL" not in {a.arg for a in function.args.args}:
             continue
         waits = [
             i

@@ -13,6 +13,7 @@ from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected
 from nemotriton.model.nemotron_h import NemotronH
+from nemotriton.model.training import train_embedding
 from nemotriton.model.writer import CheckpointWriter, stored_names
 from tools.tiny_batches import AHEAD
 
@@ -73,7 +74,7 @@ def predictions(model: NemotronH, ids: torch.Tensor) -> list[torch.Tensor]:
     hidden = model.train_forward(ids[:, :T])
     logits = [head(model, hidden)]
     for depth in range(1, DRAFTS + 1):
-        embedded = F.embedding(ids[:, depth : depth + T], model.embeddings.weight)
+        embedded = train_embedding(model.embeddings, ids[:, depth : depth + T])
         hidden = model.mtp.train_forward(embedded, hidden)
         logits.append(head(model, hidden))
     return logits

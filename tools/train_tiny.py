@@ -67,7 +67,7 @@ class Trainer:
         balance(self.model, BALANCE_RATE / self.base_lr * self.optimizer.lr)
         with torch.no_grad():
             steps = self.optimizer.count
-            share = torch.minimum(steps.new_tensor(AVERAGE), (1 + steps) / (10 + steps))
+            share = ((1 + steps) / (10 + steps)).clamp(max=AVERAGE)
             self.average.lerp_(self.flat.master, 1 - share)
             self.sums += self._metrics(loss.detach(), each, [rows.detach() for rows in logits])
 

@@ -95,7 +95,7 @@ class MambaStates:
     drafting, else the most rows of a verify pass: lane t becomes the state after row t of the pass.
     `cursor` int32 [slots] is the lane that holds the committed state, so that `commit` moves none
     of these large states. The windows are small: `conv_lanes` [layers, slots, lanes, W-1, conv_dim]
-    (None without drafting) are copied.
+    (None without drafting) are copied. `arrivals` int32 [slots, G] is zeros, see `mamba_step`.
 
     This is one of two ways to roll back; the other is `replay.ReplayStates`, which has `rings`.
     """
@@ -125,6 +125,7 @@ class MambaStates:
         if format.stochastic:
             self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
         self.conv = torch.empty((layers, slots, *conv), dtype=dtype, device=device)
+        self.arrivals = torch.zeros((slots, config.groups), dtype=torch.int32, device=device)
         self.conv_lanes: Tensor | None = None
         if lanes > 1:
             shape = (layers, slots, lanes, *conv)

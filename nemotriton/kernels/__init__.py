@@ -23,6 +23,7 @@ from nemotriton.kernels.gemm_quant import (
     nvfp4_matmul_ref,
 )
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
+from nemotriton.kernels.mamba_step import mamba_step, mamba_step_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
 from nemotriton.kernels.moe_experts_packed import (
     run_experts_packed,
@@ -135,6 +136,8 @@ __all__ = [
     "gated_rms_norm_ref",
     "logit_thresholds",
     "logit_thresholds_ref",
+    "mamba_step",
+    "mamba_step_ref",
     "matmul",
     "matmul_ref",
     "nvfp4_matmul",

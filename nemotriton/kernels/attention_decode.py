@@ -11,8 +11,8 @@ so there are about SPLITS of them, at most 3/2 SPLITS, and each is large enough 
 multiprocessor's loads in flight. Neither the batch, nor the drafts behind a token, nor `max_length`
 changes the order in which its keys are summed; with the same tile and `max_new` the bits are the
 same too. The few steps whose tokens straddle a change of the size walk the keys once for each of
-the two sizes. Scratch: T * Hq * splits * (Dh + 2) floats. With PDL the merging programs wait beside
-the splits instead of starting behind them (programmatic dependent launch, from sm_90 on).
+the two sizes. Scratch: T * Hq * splits * (Dh + 2) floats. Both are dependent launches: the merging
+programs wait beside the splits instead of starting behind them.
 """
 
 import torch
@@ -21,9 +21,9 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.attention import attend_alone_ref, attend_paged_ref
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
-    INTERPRET,
     Args,
     Case,
     Cost,
@@ -93,6 +93,7 @@ def _attend_split(
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # the merging programs may come as soon as all of these have started
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     h = pid % HEADS
@@ -103,7 +104,6 @@ def _attend_split(
     new = tl.load(cu_idx + s + 1).to(tl.int64) - start
     length = tl.load(lengths_idx + s).to(tl.int64)
     context = (length - new).to(tl.int32)  # the keys of one sequence fit in 32 bits
-
     d = tl.arange(0, BLOCK_D)
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)  # (token, head) pairs of this KV head
     token = row // GROUP
@@ -227,20 +227,20 @@ def attend_decode(
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
     stats = torch.empty((T, q_heads, splits, 2), dtype=torch.float32, device=q.device)
     blocks = cdiv(max_new * group, rows)
-    pdl = bool(tile.get("PDL", False)) and not INTERPRET
     tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
     strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
     launch(
         _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits, scale * LOG2_E,
         *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1],
-        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows, PDL=pdl),
+        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
+        **as_dependent(q),
     )  # fmt: skip
     merged = (acc, stats, out, cu, lengths, v_scale)
     columns = min(MERGE_D, next_pow2(width))
     launch(
         _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
         D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=next_pow2(target * 3 // 2), BLOCK_D=columns,
-        PDL=pdl, launch_pdl=pdl, num_warps=4 if target <= 64 else 8,
+        num_warps=4 if target <= 64 else 8, **as_dependent(q),
     )  # fmt: skip
     return out
 
@@ -289,10 +289,9 @@ def _wide(case: Case) -> bool:
 def _tiles(case: Case) -> list[Tile]:
     shapes = ((64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 8, 3), (64, 8, 4), (128, 4, 3))
     found = [
-        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits, PDL=pdl)
+        Tile(BLOCK_M=64, BLOCK_N=n, num_warps=w, num_stages=s, SPLITS=splits)
         for n, w, s in shapes
         for splits in (64, FINEST)
-        for pdl in (False, True)
     ]
     if _wide(case):
         return found
@@ -303,7 +302,7 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    base = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, PDL=False)
+    base = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
     if not _wide(case):
         return base.but(SPLITS=64, num_stages=4, maxnreg=ROOM)
     # the look-up of ancestors takes registers that four warps do not have on sm_100
@@ -319,7 +318,7 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
     """The invariant mode's: one for all numbers of drafts, trees too."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64, PDL=False)
+    return Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=64)
 
 
 ATTEND_DECODE = KernelSpec(

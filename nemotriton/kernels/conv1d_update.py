@@ -19,6 +19,7 @@ from nemotriton.kernels.conv1d import (
     window_inputs,
     windows,
 )
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, cdiv, launch, next_pow2, op
 
@@ -57,7 +58,7 @@ def causal_conv1d_update_ref(
 def _conv1d_step(
     x_ptr, w_ptr, b_ptr, state_ptr, y_ptr, cu_idx, slots_idx,
     x_stride, y_stride, w_stride, tap_stride, slot_stride, row_stride, C,
-    W: tl.constexpr, BLOCK_C: tl.constexpr,
+    W: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """At most one token of one sequence, for a block of channels; the window moves on by it.
 
@@ -66,6 +67,8 @@ def _conv1d_step(
     blocks = tl.cdiv(C, BLOCK_C)
     c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     s = pid // blocks
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     token = tl.load(cu_idx + s).to(tl.int64)
     slot = tl.load(slots_idx + s).to(tl.int64)
     owned = slot >= 0
@@ -125,7 +128,8 @@ def causal_conv1d_update(
         y = torch.empty((T, C), dtype=x.dtype, device=x.device)
         grid = (slots.shape[0] * cdiv(C, int(tile["BLOCK_C"])),)
         strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2])
-        launch(_conv1d_step, grid, x, weight, bias, state, y, cu, slots, *strides, C, W=W, **tile)
+        args = (x, weight, bias, state, y, cu, slots, *strides, C)
+        launch(_conv1d_step, grid, *args, W=W, **as_dependent(x), **tile)
         return y
     tile = tile.but(BLOCK_T=N)
     return launch_tiles(

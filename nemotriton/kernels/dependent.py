@@ -6,7 +6,7 @@ first weights. Programmatic dependent launch (CUDA programming guide; PTX `gridd
 capability 9.0 and later) lets the second kernel start early. Every kernel of the decode path keeps
 to one convention:
 
-* The wrapper asks `dependent(x)` once and passes `PDL=pdl, launch_pdl=pdl`.
+* The wrapper passes `PDL=pdl, launch_pdl=pdl` of `dependent(x)`, or `**as_dependent(x)`.
 * The kernel has, at the top level of its body, `if PDL: tl.extra.cuda.gdc_wait()`. So every program
   waits exactly once, pads and those that leave early too: then a kernel ends after all kernels
   before it have, and whoever waits for its neighbour waits for the whole step so far. It waits
@@ -51,6 +51,12 @@ def dependent(where: torch.Tensor) -> bool:
     False in the interpreter, below compute capability 9.0 (of the GPU or, for `meta` tensors, of
     `compile_only`), inside `independent()`, and with NEMOTRITON_PDL=0 in the environment."""
     return _ALLOWED.get() and target(where.device) >= 90
+
+
+def as_dependent(where: torch.Tensor) -> dict[str, bool]:
+    """`dependent(where)` as a kernel's constant and as its launch option."""
+    pdl = dependent(where)
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels import fixed_order
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
@@ -82,7 +83,7 @@ def _matmul(
     RELU2: tl.constexpr, IEEE: tl.constexpr, PARTS: tl.constexpr,
     EVEN_K: tl.constexpr, STEPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one of SPLITS parts of K, STEPS blocks long."""
     pid = tl.program_id(0).to(tl.int64)
@@ -98,6 +99,8 @@ def _matmul(
     # rows past the end repeat the last one; their sums are not stored
     x_at = x_ptr + tl.minimum(t, T - 1)[:, None] * x_stride + k[None, :]  # [BLOCK_T, BLOCK_K]
     w_at = w_ptr + tl.minimum(n, N - 1)[:, None] * w_stride + k[None, :]  # [BLOCK_N, BLOCK_K]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((BLOCK_N, BLOCK_T) if SWAP else (BLOCK_T, BLOCK_N), tl.float32)
     for step in range(STEPS):
@@ -122,6 +125,8 @@ def _matmul(
         x_at += BLOCK_K
         w_at += BLOCK_K
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     y_ptr += split * T * N  # one plane of partial sums a split
     t, n = (t[None, :], n[:, None]) if SWAP else (t[:, None], n[None, :])
     finish(acc, b_ptr, r_ptr, y_ptr, t, n, T, N, r_stride, RELU2)
@@ -130,10 +135,13 @@ def _matmul(
 @triton.jit(do_not_specialize=["T"])
 def _sum_splits(
     parts_ptr, b_ptr, r_ptr, y_ptr, r_stride, T, N,
-    RELU2: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    RELU2: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Adds the partial sums of one token, first split first."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks = tl.cdiv(N, BLOCK_N)
     t = pid // blocks
     n = pid % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -180,6 +188,7 @@ def matmul(
     r_stride = 0 if residual is None else residual.stride(0)
     even = block_k * splits * steps == K
     constants = {"IEEE": ieee, "PARTS": parts_of_w, "STEPS": steps, "EVEN_K": even}
+    constants |= as_dependent(x)
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
     if splits == 1:
@@ -188,11 +197,23 @@ def matmul(
         return y
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     launch(_matmul, grid, x, weight, None, None, parts, *shape, RELU2=False, **constants, **tile)
-    block = min(512, next_pow2(N))
-    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
-    sums = (parts, bias, residual, y, r_stride, T, N)
-    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+    sum_splits(parts, bias, squared, residual, y)
     return y
+
+
+def sum_splits(
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    squared: bool,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """Launch the sum of parts [splits, T, N] into y [T, N]."""
+    splits, T, N = parts.shape
+    block = min(512, next_pow2(N))
+    args = (parts, bias, residual, y, 0 if residual is None else residual.stride(0), T, N)
+    constants = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
+    launch(_sum_splits, (T * cdiv(N, block),), *args, **constants, **as_dependent(y))
 
 
 def _check(
@@ -259,7 +280,7 @@ def _cases(config: Any) -> list[Case]:
     sizes.update({(m.in_rows, config.width): 0 for m in _some(config.mamba)})
     sizes.update({(config.width, m.inner): 0 for m in _some(config.mamba)})
     for a in _some(config.attention):
-        sizes.update({(a.q_rows, config.width): 0, (a.kv_rows, config.width): 0})
+        sizes[a.q_rows + 2 * a.kv_rows, config.width] = 0
         sizes[config.width, a.q_rows] = 0
     for m in (*_some(*config.moes), *_some(config.mtp_moe)):
         sizes[m.experts, config.width] = 1

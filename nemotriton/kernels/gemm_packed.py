@@ -5,8 +5,9 @@ in 16 bits (w4a16). Numbers and rounding are those of `gemm_quant.nvfp4_matmul`.
 
 Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies a tile of
 its own by mma.sync. x's columns are brought into the words' order in registers, which is free: it
-needs neither a copy of x nor gathering loads. More tokens take wgmma, whose right operand comes
-from shared memory: there x is copied into the words' order first (`_order`).
+needs neither a copy of x nor gathering loads. ROTATE, AHEAD and EARLY are `gemm_stream`'s. More
+tokens take wgmma, whose right operand comes from shared memory: there x is copied into the words'
+order first (`_order`).
 
 x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
 """
@@ -16,9 +17,10 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrder
 from nemotriton.kernels.fp4 import random_nvfp4
-from nemotriton.kernels.gemm import _sum_splits, check_rows
+from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
 from nemotriton.kernels.gemm_stream import finish
 from nemotriton.kernels.hopper_pack import (
@@ -73,12 +75,20 @@ def _to_words_order(x, SLICES: tl.constexpr, BLOCK_T: tl.constexpr):
     return x.trans(0, 1, 3, 5, 2, 4, 6, 7).reshape(SLICES, 128, BLOCK_T)
 
 
+@triton.jit
+def _fetch(at, block):
+    """Ask for the words and scales of blocks [R] of 16 rows of the tiles that start at [R]."""
+    prefetch((at + block % 8 * 256)[:, None] + tl.arange(0, 8)[None, :] * 32)
+    prefetch(at + 2048 + block % 8 * 32)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _stream_packed(
     x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, r_stride, T, N, K,
     RELU2: tl.constexpr, EVEN_K: tl.constexpr, K_TILES: tl.constexpr, ASM: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROTATE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_T tokens; a tile's 128 columns for each of SLICES warps a step."""
     NB: tl.constexpr = BLOCK_N // 16
@@ -96,36 +106,50 @@ def _stream_packed(
     k = tl.arange(0, SLICES)[:, None] * 128 + tl.arange(0, 128)[None, :]
     live = (t < T)[None, None, :]
     x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]
+    first = 0
+    if ROTATE:
+        first = (tile_n % STEPS).to(tl.int32)
+    if PDL:
+        if EVEN_K:
+            for turn in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
+                _fetch(at + (first + turn) % STEPS * (SLICES * WORDS), block)
+        tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
-    for step in range(STEPS):
+    for turn in range(STEPS):
+        step = first + turn
+        step = tl.where(step < STEPS, step, step - STEPS) * SLICES
         if EVEN_K:
-            words = tl.load(w_at).to(tl.uint32, bitcast=True)
-            scales = tl.load(s_at).to(tl.uint32, bitcast=True)
-            x = tl.load(x_at, mask=live, other=0.0)
+            words = tl.load(w_at + step * WORDS).to(tl.uint32, bitcast=True)
+            scales = tl.load(s_at + step * WORDS).to(tl.uint32, bitcast=True)
+            x = tl.load(x_at + step * 128, mask=live, other=0.0)
         else:
-            there = (ahead + step * SLICES < K_TILES)[:, None]
-            words = tl.load(w_at, mask=there, other=0).to(tl.uint32, bitcast=True)
-            scales = tl.load(s_at, mask=there, other=0).to(tl.uint32, bitcast=True)
-            left = k + step * (SLICES * 128) < K
-            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
+            there = (ahead + step < K_TILES)[:, None]
+            words = tl.load(w_at + step * WORDS, mask=there, other=0).to(tl.uint32, bitcast=True)
+            scales = tl.load(s_at + step * WORDS, mask=there, other=0).to(tl.uint32, bitcast=True)
+            left = k + step * 128 < K
+            x = tl.load(x_at + step * 128, mask=live & left[:, :, None], other=0.0)
         w = fragments(words, scales, SLICES * NB, 2, ASM, True).to(x.dtype)
         w = w.reshape(SLICES, BLOCK_N, 128)
         x = _to_words_order(x, SLICES, BLOCK_T)
         acc = tl.dot(w, x, acc, input_precision="ieee")
-        w_at += SLICES * WORDS
-        s_at += SLICES * WORDS
-        x_at += SLICES * 128
 
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     y = tl.sum(acc, 0) * (tl.load(scale_ptr) * WEIGHT_UNIT)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     finish(y, b_ptr, r_ptr, y_ptr, t[None, :], n[:, None], T, N, r_stride, RELU2)
 
 
 @triton.jit
-def _order(x_ptr, y_ptr, x_stride, K, W, BLOCK_K: tl.constexpr):
+def _order(x_ptr, y_ptr, x_stride, K, W, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
     """BLOCK_K columns of a row of x in wgmma's `k_order`, with zeros up to W columns."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks = tl.cdiv(W, BLOCK_K)
     t, k = pid // blocks, pid % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     column = position_column(k, False)
@@ -138,7 +162,7 @@ def _packed(
     x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr, r_stride, T, N,
     RELU2: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one of SPLITS parts of K; x [T, 128 K_TILES] in `k_order`."""
     pid = tl.program_id(0).to(tl.int64)
@@ -151,10 +175,14 @@ def _packed(
     t = (first + pid % rows) * BLOCK_T + tl.arange(0, BLOCK_T)
     tile_n = pid % (GROUP * tiles_n) // rows
     x_rows = x_ptr + tl.minimum(t, T - 1) * (128 * K_TILES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     acc = packed_product(
         x_rows, t < T, words_ptr, tile_n, split * STEPS, 128 * K_TILES,
         STEPS, K_TILES, False, True, BLOCK_T, BLOCK_N, BLOCK_K, STAGES, ASM, False,
     )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     acc *= tl.load(scale_ptr) * WEIGHT_UNIT
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     y_ptr += split * T * N  # one plane of partial sums a split
@@ -212,7 +240,8 @@ def _run_stream(
     constants = {"EVEN_K": even, "K_TILES": k_tiles, "SLICES": slices}
     blocks = {k: v for k, v in tile.items() if k not in ("STREAM", "ASM")}
     asm = bool(tile["ASM"]) and target(x.device) >= 90
-    launch(_stream_packed, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks)
+    constants |= {"RELU2": squared, "ASM": asm, **as_dependent(x)}
+    launch(_stream_packed, grid, *args, **constants, **blocks)
 
 
 def _run_tiles(
@@ -229,8 +258,8 @@ def _run_tiles(
     k_tiles = words.shape[1]
     width = k_tiles * TILE
     ordered = torch.empty((T, width), dtype=x.dtype, device=x.device)
-    order = (x, ordered, x.stride(0), K, width)
-    launch(_order, (T * cdiv(width, 1024),), *order, BLOCK_K=1024, num_warps=4)
+    order, late = (x, ordered, x.stride(0), K, width), as_dependent(x)
+    launch(_order, (T * cdiv(width, 1024),), *order, BLOCK_K=1024, num_warps=4, **late)
     steps = width // int(tile["BLOCK_K"])
     splits = next(s for s in range(int(tile["SPLITS"]), 0, -1) if k_tiles % s == 0)
     asm = bool(tile["ASM"]) and target(x.device) >= 90
@@ -240,15 +269,12 @@ def _run_tiles(
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     if splits == 1:
         args = (ordered, words, scale, bias, residual, y, r_stride, T, N)
-        launch(_packed, grid, *args, RELU2=squared, **constants, **blocks)
+        launch(_packed, grid, *args, RELU2=squared, **constants, **blocks, **late)
         return
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     args = (ordered, words, scale, None, None, parts, r_stride, T, N)
-    launch(_packed, grid, *args, RELU2=False, **constants, **blocks)
-    block = min(512, next_pow2(N))
-    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
-    sums = (parts, bias, residual, y, r_stride, T, N)
-    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+    launch(_packed, grid, *args, RELU2=False, **constants, **blocks, **late)
+    sum_splits(parts, bias, squared, residual, y)
 
 
 # ------------------------------------------------------------------------------------------- spec
@@ -268,6 +294,7 @@ _STREAM = (  # (BLOCK_T, BLOCK_N, num_warps, num_stages)
     (8, 64, 8, 3),
     (8, 16, 8, 3),
     (16, 64, 4, 3),
+    (16, 32, 4, 3),
     (16, 128, 4, 3),
     (16, 32, 8, 3),
 )
@@ -284,7 +311,9 @@ STREAM_TOKENS = 16
 def _stream_tile(shape: tuple[int, int, int, int], asm: bool = True) -> Tile:
     t, n, warps, stages = shape
     tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, num_warps=warps, num_stages=stages)
-    return tile.but(ASM=asm)
+    tile = tile.but(ASM=asm, ROTATE=True, AHEAD=2, EARLY=False)
+    # left to itself, ptxas spills some registers to fit one more block than shared memory does
+    return tile.but(maxnreg=168) if (t, warps) == (16, 4) else tile
 
 
 def _many_tile(case: Case, shape: tuple[int, int, int, int, int], tokens: int) -> Tile:

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels import fixed_order
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fp4 import (
     GROUP,
     fp8_codes_ref,
@@ -32,7 +33,7 @@ from nemotriton.kernels.fp4 import (
     random_fp8,
     random_nvfp4,
 )
-from nemotriton.kernels.gemm import _sum_splits, check_rows
+from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
@@ -56,7 +57,6 @@ from nemotriton.kernels.op import (
     acc_dtype,
     cdiv,
     launch,
-    next_pow2,
     on_hopper,
     op,
     target,
@@ -132,7 +132,7 @@ def _matmul_quant(
     x_stride, w_stride, s_stride, r_stride, T, N, K, steps,
     RELU2: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
     SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of outputs over one of SPLITS parts of K, `steps` blocks long; s_ptr: NVFP4.
 
@@ -150,6 +150,8 @@ def _matmul_quant(
     # rows past the end repeat the last one; their sums are not stored
     x_rows = x_ptr + tl.minimum(t, T - 1)[:, None] * x_stride
     w_rows = tl.minimum(n, N - 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for step in range(steps):
@@ -170,6 +172,8 @@ def _matmul_quant(
             w = e4m3_to(byte, x.dtype, ASM)
         acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
 
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     scale = tl.load(weight_scale_ptr)
     if input_scale_ptr is not None:
         scale *= tl.load(input_scale_ptr)
@@ -287,12 +291,11 @@ def _run_generic(
     y: torch.Tensor,
     tile: Tile,
 ) -> None:
-    (T, K), (values, scales, *_) = x.shape, weight
-    block_k = int(tile["BLOCK_K"])
+    (T, K), (values, scales, *_), block_k = x.shape, weight, int(tile["BLOCK_K"])
     splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
     steps = cdiv(K, block_k * splits)
-    even, asm = block_k * splits * steps == K, target(x.device) >= 90
-    tile = tile.but(SPLITS=splits, EVEN_K=even, ASM=asm)
+    more = {"EVEN_K": block_k * splits * steps == K, "ASM": target(x.device) >= 90}
+    tile = tile.but(SPLITS=splits, **more, **as_dependent(x))
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     s_stride = 0 if scales is None else scales.stride(0)
     r_stride = 0 if residual is None else residual.stride(0)
@@ -304,10 +307,7 @@ def _run_generic(
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     args = (x, *weight, None, None, parts, *shape)
     launch(_matmul_quant, grid, *args, RELU2=False, **tile)
-    block = min(512, next_pow2(N))
-    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
-    sums = (parts, bias, residual, y, r_stride, T, N)
-    launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
+    sum_splits(parts, bias, squared, residual, y)
 
 
 # ------------------------------------------------------------------------------------------- specs

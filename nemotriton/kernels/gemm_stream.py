@@ -7,6 +7,12 @@ programs and warps to keep the memory busy without parts of K in other programs,
 need a second kernel. W is the tensor core's long side, tokens the short one; mma.sync takes both
 operands from registers, so that e4m3 numbers become 16-bit ones on the way.
 
+All programs read the same x, so neighbours start at different columns of it and go round (ROTATE):
+in step they would ask the few memory banks that hold the next columns all at once.
+
+It is a dependent launch: while the kernel before it finishes, a program brings its first AHEAD
+steps of W into L2. With EARLY it lets the next kernel come when it starts, else behind its loop.
+
 x [T, K] with a free row stride, bf16 or fp16; W [N, K] in x's dtype, or e4m3 as bytes, or fp32
 beside bf16 x (`dot_parts`). A row's sum depends on the tile, never on the number of rows.
 """
@@ -15,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fp4 import e4m3_decode
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2, target
@@ -87,17 +94,33 @@ def dot_parts(w, x, acc, SWAP: tl.constexpr):
     return acc
 
 
+LINE = tl.constexpr(128)  # bytes that one prefetch brings
+
+
+@triton.jit
+def fetch_ahead(rows, start, row, BYTES: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for AHEAD bytes of each of `rows` [R], elements of BYTES, from element `start` on; behind
+    `row` elements it goes on with the first."""
+    line = tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
+    at = start + line
+    prefetch(rows[:, None] + tl.where(at < row, at, at - row)[None, :])
+
+
 @triton.jit(do_not_specialize=["T"])
 def _stream(
     x_ptr, w_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, w_stride, r_stride, T, N, K,
     RELU2: tl.constexpr, EVEN_K: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROTATE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_T tokens, over STEPS steps of SLICES * BLOCK_K columns."""
+    """BLOCK_N outputs of BLOCK_T tokens, over STEPS steps of STEP = SLICES * BLOCK_K columns."""
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    BYTES: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     pid = tl.program_id(0).to(tl.int64)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    n = pid % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile_n = pid % tiles_n
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     t = pid // tiles_n * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     # rows of x past the end are not read; rows of W past the end repeat the last one
@@ -105,25 +128,36 @@ def _stream(
     x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]  # [SLICES, BLOCK_K, BLOCK_T]
     w_rows = w_ptr + tl.minimum(n, N - 1) * w_stride
     w_at = w_rows[None, :, None] + k[:, None, :]  # [SLICES, BLOCK_N, BLOCK_K]
+    first = 0
+    if ROTATE:
+        first = (tile_n % STEPS).to(tl.int32)
+    if PDL:
+        if AHEAD > 0:
+            fetch_ahead(w_rows, first * STEP, K, BYTES, AHEAD * STEP * BYTES)
+        tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
-    for step in range(STEPS):
+    for turn in range(STEPS):
+        step = first + turn
+        step = tl.where(step < STEPS, step, step - STEPS) * STEP
         if EVEN_K:
-            w = tl.load(w_at)
-            x = tl.load(x_at, mask=live, other=0.0)
+            w = tl.load(w_at + step)
+            x = tl.load(x_at + step, mask=live, other=0.0)
         else:
-            left = k + step * (SLICES * BLOCK_K) < K
-            w = tl.load(w_at, mask=left[:, None, :], other=0)
-            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
+            left = k + step < K
+            w = tl.load(w_at + step, mask=left[:, None, :], other=0)
+            x = tl.load(x_at + step, mask=live & left[:, :, None], other=0.0)
         if w_ptr.dtype.element_ty == tl.uint8:
             w = e4m3_to(w, x_ptr.dtype.element_ty, ASM)
         if w_ptr.dtype.element_ty == tl.float32:
             acc = dot_parts(w, x, acc, True)
         else:
             acc = tl.dot(w, x, acc, input_precision="ieee")
-        w_at += SLICES * BLOCK_K
-        x_at += SLICES * BLOCK_K
 
+    if PDL and not EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     y = tl.sum(acc, 0)  # [BLOCK_N, BLOCK_T]
     if weight_scale_ptr is not None:
         scale = tl.load(weight_scale_ptr)
@@ -155,7 +189,9 @@ def stream(
     asm = target(x.device) >= 90
     args = (x, weight, *scales, bias, residual, y, *shape)
     blocks = {k: v for k, v in tile.items() if k != "STREAM"}
-    launch(_stream, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks)
+    if int(tile["AHEAD"]) * block > K or block * weight.element_size() % LINE.value:
+        blocks["AHEAD"] = 0  # only whole lines of whole steps are asked for
+    launch(_stream, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks, **as_dependent(x))
 
 
 # (BLOCK_T, BLOCK_N, columns of a step in bytes of W, num_warps, num_stages): alternatives
@@ -206,4 +242,4 @@ def stream_suits(tile: Tile, tokens: int) -> bool:
 def _shape(shape: tuple[int, int, int, int, int], itemsize: int) -> Tile:
     t, n, row, warps, stages = shape
     tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=row // itemsize // warps)
-    return tile.but(num_warps=warps, num_stages=stages)
+    return tile.but(num_warps=warps, num_stages=stages, ROTATE=True, AHEAD=2, EARLY=False)

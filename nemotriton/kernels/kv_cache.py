@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Args,
@@ -92,10 +93,13 @@ def _write_kv(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.arange(0, BLOCK_H)[None, :, None]
     d = tl.arange(0, BLOCK_D)[None, None, :]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.load(rows_idx + t, mask=t < T, other=-1).to(tl.int64)
     cell = (row // PAGE) * page_stride + (row % PAGE) * row_stride
     cell = cell[:, None, None] + h * head_stride + d
@@ -138,7 +142,7 @@ def write_kv(
     shape = {"PAGE": k_cache.shape[1], "HEADS": heads, "D": width}
     tensors = (k, v, k_cache, v_cache, rows, k_scale, v_scale)
     grid = (cdiv(T, int(tile["BLOCK_T"])),)
-    launch(_write_kv, grid, *tensors, T, *strides, **shape, **blocks, **tile)
+    launch(_write_kv, grid, *tensors, T, *strides, **shape, **blocks, **as_dependent(k), **tile)
 
 
 def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int, width: int) -> None:

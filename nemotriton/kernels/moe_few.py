@@ -270,7 +270,7 @@ def _make_share(
 
 
 def _default(case: Case, tokens: int) -> Tile:
-    tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, num_warps=4, num_stages=4)
+    tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, ROTATE=True, num_warps=4, num_stages=4)
     return tile.but(SPLITS=4) if "L" in case else tile
 
 
@@ -289,7 +289,7 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
 
 def _tiles(case: Case) -> list[Tile]:
     tile = _default(case, 1)
-    ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)]
+    ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)] + [tile.but(ROTATE=False)]
     shapes = [tile.but(ROW=row, num_stages=s) for row, s in ((512, 3), (1024, 3), (1024, 2))]
     wide = [tile.but(num_warps=8, num_stages=s, ROW=row) for row, s in ((512, 4), (1024, 3))]
     return [tile, *ahead, *shapes, *wide]

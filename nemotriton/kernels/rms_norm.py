@@ -7,6 +7,9 @@
 
 x, z, y [T, D] with free row strides; weight [D]; everything is computed in fp32, the weight is
 applied before the one rounding to x's dtype. Rows are independent of each other to the bit.
+
+All are dependent launches. While they are few programs (FEW rows) they let the next kernel come at
+once: it brings its weights near beside them.
 """
 
 import torch
@@ -15,6 +18,7 @@ import triton.language as tl
 from einops import rearrange
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.numerics import silu_ref
 from nemotriton.kernels.op import (
     Args,
@@ -28,6 +32,8 @@ from nemotriton.kernels.op import (
     op,
 )
 
+FEW = 128  # programs that leave room for the next kernel's
+
 
 # --------------------------------------------------------------------------------------- rms_norm
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
@@ -39,12 +45,19 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> to
 
 
 @triton.jit
-def _rms_norm(x_ptr, w_ptr, y_ptr, x_stride, y_stride, D, eps, BLOCK_D: tl.constexpr):
+def _rms_norm(
+    x_ptr, w_ptr, y_ptr, x_stride, y_stride, D, eps,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mask = d < D
-    x = tl.load(x_ptr + t * x_stride + d, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + t * x_stride + d, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     y = x * tl.rsqrt(tl.sum(x * x, 0) / D + eps) * w
     tl.store(y_ptr + t * y_stride + d, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -55,7 +68,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.
     T, D = check_rows(x, weight)
     y = torch.empty((T, D), dtype=x.dtype, device=x.device)
     tile = RMS_NORM.tile(T, x, D=D)
-    launch(_rms_norm, (T,), x, weight, y, x.stride(0), y.stride(0), D, eps, **tile)
+    args = (x, weight, y, x.stride(0), y.stride(0), D, eps)
+    launch(_rms_norm, (T,), *args, EARLY=T <= FEW, **as_dependent(x), **tile)
     return y
 
 
@@ -117,14 +131,19 @@ def add_rms_norm_ref(
 
 @triton.jit
 def _add_rms_norm(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, x_stride, r_stride, y_stride, D, eps, BLOCK_D: tl.constexpr
-):
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, x_stride, r_stride, y_stride, D, eps,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mask = d < D
+    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + t * x_stride + d, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     r = tl.load(r_ptr + t * r_stride + d, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
     s = (r + x).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + t * y_stride + d, s, mask=mask)
     u = s.to(tl.float32)
@@ -150,7 +169,8 @@ def add_rms_norm(
     total = torch.empty((T, D), dtype=residual.dtype, device=x.device)
     tile = ADD_RMS_NORM.tile(T, x, D=D)
     strides = (x.stride(0), residual.stride(0), y.stride(0))
-    launch(_add_rms_norm, (T,), x, residual, weight, y, total, *strides, D, eps, **tile)
+    args = (x, residual, weight, y, total, *strides, D, eps)
+    launch(_add_rms_norm, (T,), *args, EARLY=T <= FEW, **as_dependent(x), **tile)
     return y, total
 
 
@@ -192,15 +212,20 @@ def gated_rms_norm_ref(
 
 @triton.jit
 def _gated_rms_norm(
-    x_ptr, z_ptr, w_ptr, y_ptr, x_stride, z_stride, y_stride, D, eps, BLOCK_D: tl.constexpr
-):
+    x_ptr, z_ptr, w_ptr, y_ptr, x_stride, z_stride, y_stride, D, eps,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)  # within the group; D is the group's width
     mask = d < D
+    w = tl.load(w_ptr + g * D + d, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + t * x_stride + g * D + d, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + t * z_stride + g * D + d, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + g * D + d, mask=mask, other=0.0).to(tl.float32)
     u = x * z * tl.sigmoid(z)
     y = u * tl.rsqrt(tl.sum(u * u, 0) / D + eps) * w
     tl.store(y_ptr + t * y_stride + g * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -219,8 +244,9 @@ def gated_rms_norm(
     require(groups > 0 and D % groups == 0, f"width {D} is not divisible by {groups} groups")
     y = torch.empty((T, D), dtype=x.dtype, device=x.device)
     tile = GATED_RMS_NORM.tile(T, x, D=D // groups, G=groups)
-    strides = (x.stride(0), z.stride(0), y.stride(0))
-    launch(_gated_rms_norm, (T, groups), x, z, weight, y, *strides, D // groups, eps, **tile)
+    args = (x, z, weight, y, x.stride(0), z.stride(0), y.stride(0), D // groups, eps)
+    late = as_dependent(x)
+    launch(_gated_rms_norm, (T, groups), *args, EARLY=T * groups <= FEW, **late, **tile)
     return y
 
 

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.numerics import WORD, philox_ref
 from nemotriton.kernels.op import (
@@ -98,9 +99,13 @@ def _pick(
     logits_stride,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best id of one block of one row, and its value."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks = tl.cdiv(V, BLOCK_V)
     r, block = pid // blocks, pid % blocks
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -118,9 +123,13 @@ def _pick(
 
 
 @triton.jit
-def _pick_row(values_ptr, best_idx, ids_ptr, BLOCKS: tl.constexpr, BLOCK_B: tl.constexpr):
+def _pick_row(
+    values_ptr, best_idx, ids_ptr, BLOCKS: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr
+):
     """The best of a row's blocks, ties to the first."""
     r = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     b = tl.arange(0, BLOCK_B)
     value = tl.load(values_ptr + r * BLOCKS + b, mask=b < BLOCKS, other=float("-inf"))
     _, at = tl.max(value, 0, return_indices=True)
@@ -151,8 +160,10 @@ def sample_tokens(
     best = torch.empty((R, blocks), dtype=torch.int32, device=logits.device)
     ids = torch.empty((R,), dtype=torch.int64, device=logits.device)
     args = (logits, temperature, threshold, seeds, positions, values, best, logits.stride(0), V)
-    launch(_pick, (R * blocks,), *args, **tile)
-    launch(_pick_row, (R,), values, best, ids, blocks, BLOCK_B=next_pow2(blocks), num_warps=1)
+    late = as_dependent(logits)
+    launch(_pick, (R * blocks,), *args, **late, **tile)
+    row = {"BLOCK_B": next_pow2(blocks), "num_warps": 1}
+    launch(_pick_row, (R,), values, best, ids, blocks, **row, **late)
     return ids
 
 

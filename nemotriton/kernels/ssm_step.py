@@ -95,7 +95,7 @@ def _ssm_update(
     layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
     H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    UPDATE: tl.constexpr,
+    UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """At most one token a sequence: _update_chain without its loop."""
     pid = tl.program_id(0).to(tl.int64)
@@ -104,6 +104,8 @@ def _ssm_update(
     n = tl.arange(0, BLOCK_N)
     head, s = pid // tiles % H, pid // tiles // H
     g = head // heads_per_group
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.load(cu_idx + s).to(tl.int64)
     filled = tl.load(cu_idx + s + 1).to(tl.int64) > row
     slot = tl.load(slots_idx + s).to(tl.int64)
@@ -136,7 +138,7 @@ def _update_chain(
     layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
     lanes_slot, lane_scales_slot, H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    UPDATE: tl.constexpr,
+    UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Any number of tokens a sequence, each continuing from the one before it."""
     pid = tl.program_id(0).to(tl.int64)
@@ -145,6 +147,8 @@ def _update_chain(
     n = tl.arange(0, BLOCK_N)
     head, s = pid // tiles % H, pid // tiles // H
     g = head // heads_per_group
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.load(cu_idx + s).to(tl.int64)
     count = (tl.load(cu_idx + s + 1).to(tl.int64) - row).to(tl.int32)
     slot = tl.load(slots_idx + s).to(tl.int64)

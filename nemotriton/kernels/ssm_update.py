@@ -24,6 +24,7 @@ import torch
 from einops import repeat
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.numerics import silu_ref, softplus_ref
 from nemotriton.kernels.op import (
@@ -172,14 +173,14 @@ def ssm_update(
     gate = (0, 0) if z is None else z.stride()[:2]
     ints = (layer, *strides, *gate, state.stride(0), _slot_stride(scales))
     rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), P, N)
+    late = {"UPDATE": update_state, **as_dependent(x)}
     if single:
-        where = (cu, slots, *ints, *rest)
-        launch(_ssm_update, grid, *tensors, *where, UPDATE=update_state, **tile)
+        launch(_ssm_update, grid, *tensors, cu, slots, *ints, *rest, **late, **tile)
         return y
     index = (lanes, lane_scales, cu, slots, lane_slots)
     where = (*ints, _slot_stride(lanes), _slot_stride(lane_scales), *rest)
     if parents is None:
-        launch(_update_chain, grid, *tensors, *index, *where, UPDATE=update_state, **tile)
+        launch(_update_chain, grid, *tensors, *index, *where, **late, **tile)
     else:
         launch(_update_tree, grid, *tensors, *index, parents, *where, **tile)
     return y

@@ -1,4 +1,4 @@
-"""The four mixers of the family: Mamba-2, attention, dense MLP and (latent) mixture of experts.
+"""The mixers of the family: Mamba-2 (`mamba`), attention, dense MLP, (latent) mixture of experts.
 
 Each takes the normed hidden state x [T, D] of a step's flat tokens (decode rows first, then
 prefill rows), the step's metadata and the caches, and returns what is added to the residual. The
@@ -14,16 +14,10 @@ from torch import nn
 from nemotriton.kernels import (
     attend_decode,
     attend_prefill,
-    causal_conv1d,
-    causal_conv1d_update,
     enter_moe,
-    gated_rms_norm,
     matmul,
     route_experts,
     share_expert,
-    ssd_prefill,
-    ssm_replay,
-    ssm_update,
     write_kv,
 )
 from nemotriton.kernels.dependent import beside
@@ -31,188 +25,10 @@ from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
 from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
 from nemotriton.kernels.moe_few import FEW
-from nemotriton.model.config import AttentionConfig, LayerKind, MambaConfig, ModelConfig, MoeConfig
+from nemotriton.model.config import AttentionConfig, LayerKind, ModelConfig, MoeConfig
 from nemotriton.model.formats import Format
-from nemotriton.model.layers import Experts, Linear, RMSNorm, Scope, parameter
-
-
-def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of a step's spans, decode first; no copy where there is only one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class Conv1d(nn.Module):
-    """Weights of the depth-wise causal convolution: weight [conv_dim, W], bias [conv_dim].
-
-    The weight lies transposed in memory, for the kernels read a tap of neighbouring channels."""
-
-    def __init__(self, mamba: MambaConfig, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__()
-        taps = parameter((mamba.conv_width, mamba.conv_dim), dtype, device)
-        self.weight = nn.Parameter(taps.data.t(), requires_grad=taps.requires_grad)
-        self.bias = parameter((mamba.conv_dim,), dtype, device) if mamba.conv_bias else None
-
-
-class MambaMixer(nn.Module):
-    """Mamba-2: in-projection -> causal conv + SiLU -> selective scan -> gated norm -> out.
-
-    A_log, D and dt_bias [H] are kept in fp32, since the recurrence depends on them."""
-
-    def __init__(self, config: ModelConfig, index: int, scope: Scope) -> None:
-        super().__init__()
-        assert config.mamba is not None
-        m = self.mamba = config.mamba
-        dtype, device = scope.dtype, scope.device
-        self.index = index
-        self.in_proj = Linear(m.in_rows, config.width, scope.at("in_proj"), m.proj_bias)
-        self.conv1d = Conv1d(m, dtype, device)
-        self.A_log = parameter((m.heads,), torch.float32, device)
-        self.D = parameter((m.heads,), torch.float32, device)
-        self.dt_bias = parameter((m.heads,), torch.float32, device)
-        self.norm = RMSNorm(m.inner, config.eps, dtype, device)
-        self.out_proj = Linear(config.width, m.inner, scope.at("out_proj"), m.proj_bias)
-        self.register_buffer("A", None, persistent=False)
-
-    def prepare(self) -> None:
-        """Compute A = -exp(A_log) once the weights are in place."""
-        self.A = -torch.exp(self.A_log.detach())
-
-    def split(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The in-projection's z [T, inner], xBC [T, conv_dim] and dt [T, H], as views."""
-        m = self.mamba
-        z, xBC, dt = p.split([m.inner, m.conv_dim, m.heads], dim=-1)
-        return z, xBC, dt
-
-    def heads(self, xBC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, H, P], B [T, G, N] and C [T, G, N] as views of the convolved columns."""
-        m = self.mamba
-        n = m.groups * m.state
-        x, B, C = xBC.split([m.inner, n, n], dim=-1)
-        return (
-            x.unflatten(-1, (m.heads, m.head_dim)),
-            B.unflatten(-1, (m.groups, m.state)),
-            C.unflatten(-1, (m.groups, m.state)),
-        )
-
-    def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
-        z, xBC, dt = self.split(self.in_proj(x))
-        parts = []
-        if batch.decode is not None:
-            span = batch.decode
-            parts.append(self._decode(xBC[: span.end], dt[: span.end], span, caches.mamba))
-        if batch.prefill is not None:
-            span = batch.prefill
-            parts.append(self._prefill(xBC[span.start :], dt[span.start :], span, caches.mamba))
-        y = joined(parts).flatten(1)
-        y = gated_rms_norm(y, z, self.norm.weight, self.norm.eps, self.mamba.groups)
-        return self.out_proj(y)
-
-    def _decode(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
-        """1..max_new tokens a sequence; with drafts the states stay and every step is a lane, or
-        its inputs are in the ring, whichever way the states roll back."""
-        i, w, b = self.index, self.conv1d.weight, self.conv1d.bias
-        conv_lanes = states.conv_lanes[i] if span.verify else None
-        update = not (span.verify or span.trial)
-        xBC = causal_conv1d_update(
-            xBC,
-            w,
-            b,
-            states.conv[i],
-            span.cu,
-            span.slots,
-            span.max_new,
-            lanes=conv_lanes,
-            update_state=update,
-            parents=span.parents,
-        )
-        x, B, C = self.heads(xBC)
-        if states.rings is not None:
-            return self._replay(x, dt, B, C, span, states)
-        scales, lane_scales = states.layer_scales(i)
-        ssm_lanes = states.layer_lanes(i)[1] if span.verify else None
-        return ssm_update(
-            x,
-            dt,
-            self.A,
-            B,
-            C,
-            self.D,
-            self.dt_bias,
-            states.ssm[i],
-            span.cu,
-            states.cells(span),
-            span.max_new,
-            dt_limit=self.mamba.dt_limit,
-            lanes=ssm_lanes,
-            update_state=update,
-            parents=span.parents,
-            lane_slots=span.slots if span.verify else None,
-            scales=scales,
-            lane_scales=lane_scales if span.verify else None,
-            noise=states.noise(span, i),
-        )
-
-    def _replay(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        span: Any,
-        states: Any,
-    ) -> torch.Tensor:
-        """The same from the states stored last and the inputs since."""
-        i = self.index
-        x_ring, dt_ring, B_ring = (ring[i] for ring in states.rings)
-        counts, order = states.cursors(span)
-        return ssm_replay(
-            x,
-            dt,
-            self.A,
-            B,
-            C,
-            self.D,
-            self.dt_bias,
-            states.ssm[i],
-            x_ring,
-            dt_ring,
-            B_ring,
-            span.cu,
-            states.cells(span),
-            counts,
-            order,
-            span.max_new,
-            dt_limit=self.mamba.dt_limit,
-            update=not span.trial,
-            parents=span.parents,
-            scales=states.layer_scales(i)[0],
-            noise=states.noise(span, i),
-        )
-
-    def _prefill(self, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any) -> torch.Tensor:
-        i = self.index
-        where = (span.cu, span.slots, span.fresh)
-        xBC = causal_conv1d(
-            xBC, self.conv1d.weight, self.conv1d.bias, states.conv[i], *where, span.max_new
-        )
-        where = (span.cu, states.cells(span), span.fresh)
-        x, B, C = self.heads(xBC)
-        return ssd_prefill(
-            x,
-            dt,
-            self.A,
-            B,
-            C,
-            self.D,
-            self.dt_bias,
-            states.ssm[i],
-            *where,
-            span.chunks,
-            self.mamba.chunk,
-            dt_limit=self.mamba.dt_limit,
-            scales=states.layer_scales(i)[0],
-            noise=states.noise(span, i),
-        )
+from nemotriton.model.layers import Experts, Linear, Scope, parameter
+from nemotriton.model.mamba import MambaMixer, joined
 
 
 class AttentionMixer(nn.Module):
@@ -220,6 +36,8 @@ class AttentionMixer(nn.Module):
 
     k_proj.k_scale and v_proj.v_scale, where the checkpoint has them, are the scales of fp8 caches:
     a stored key or value times its scale is the number meant. Without them the scale is 1."""
+
+    qkv: torch.Tensor | None
 
     def __init__(self, config: ModelConfig, index: int, scope: Scope) -> None:
         super().__init__()
@@ -236,14 +54,30 @@ class AttentionMixer(nn.Module):
         for proj, name in ((self.k_proj, "k_scale"), (self.v_proj, "v_scale")):
             scale = parameter((), torch.float32, scope.device) if scaled else None
             proj.register_parameter(name, scale)
+        self.register_buffer("qkv", None, persistent=False)
+        self.rows = (a.q_rows, a.kv_rows, a.kv_rows)
+
+    def prepare(self) -> None:
+        """Lay the three projections' rows behind each other, where one product can read them."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        plain = all(p.storage is Format.BF16 and p.bias is None for p in parts)
+        if plain and self.qkv is None:
+            self.qkv = torch.cat([p.weight.detach() for p in parts])
+            for part, rows in zip(parts, self.qkv.split(self.rows), strict=True):
+                part.weight.data = rows
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, Hq, Dh], k and v [T, Hkv, Dh]."""
+        """q [T, Hq, Dh], k and v [T, Hkv, Dh]; the matrices one by one, as training needs it."""
+        return self._by_head(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def _by_head(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         a = self.attention
         return (
-            self.q_proj(x).unflatten(-1, (a.heads, a.head_dim)),
-            self.k_proj(x).unflatten(-1, (a.kv_heads, a.head_dim)),
-            self.v_proj(x).unflatten(-1, (a.kv_heads, a.head_dim)),
+            q.unflatten(-1, (a.heads, a.head_dim)),
+            k.unflatten(-1, (a.kv_heads, a.head_dim)),
+            v.unflatten(-1, (a.kv_heads, a.head_dim)),
         )
 
     def scales(self, cache: torch.Tensor) -> tuple[Any, Any]:
@@ -253,7 +87,10 @@ class AttentionMixer(nn.Module):
         return self.k_proj.k_scale, self.v_proj.v_scale
 
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
-        q, k, v = self.project(x)
+        if self.qkv is None:
+            q, k, v = self.project(x)
+        else:
+            q, k, v = self._by_head(*matmul(x, self.qkv).split(self.rows, dim=1))
         k_cache, v_cache = caches.kv.layer(self.index)
         scales = self.scales(k_cache)
         write_kv(k, v, k_cache, v_cache, batch.kv_rows, *scales)

@@ -18,10 +18,11 @@ from nemotriton.kernels import matmul
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
-from nemotriton.model.mixers import MambaMixer, MoeMixer, make_mixer
+from nemotriton.model.mamba import MambaMixer
+from nemotriton.model.mixers import AttentionMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.parallel import ONE, Shard
-from nemotriton.model.training import train_mixer, train_norm
+from nemotriton.model.training import train_embedding, train_mixer, train_norm
 
 Probe = Callable[[str, torch.Tensor], None]
 
@@ -86,7 +87,7 @@ class NemotronH(nn.Module):
             if not self.shard.keeps_bias(name):
                 weight.data.zero_()
         for module in self.modules():  # a mixer comes before its matrices
-            if isinstance(module, MambaMixer | MoeMixer | Linear):
+            if isinstance(module, MambaMixer | AttentionMixer | MoeMixer | Linear):
                 module.prepare()
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
@@ -138,7 +139,7 @@ class NemotronH(nn.Module):
         The twins' results, by `training`'s forms, with no caches; gradients reach every parameter
         whose requires_grad is set. The routing's choice of experts is not differentiated, its
         weights are."""
-        h = self._residual(self.embeddings(ids))
+        h = self._residual(train_embedding(self.embeddings, ids))
         for block in self.blocks:
             h = h + train_mixer(block.mixer, train_norm(block.norm, h.to(self.dtype)))
         return train_norm(self.norm_f, h.to(self.dtype))

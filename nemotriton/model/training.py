@@ -26,8 +26,9 @@ from nemotriton.kernels.op import acc_dtype, use
 from nemotriton.kernels.ssm_update import time_step_ref
 from nemotriton.model.config import MoeConfig
 from nemotriton.model.formats import Format
-from nemotriton.model.layers import Linear, RMSNorm
-from nemotriton.model.mixers import AttentionMixer, MambaMixer, MlpMixer, MoeMixer
+from nemotriton.model.layers import Embedding, Linear, RMSNorm
+from nemotriton.model.mamba import MambaMixer
+from nemotriton.model.mixers import AttentionMixer, MlpMixer, MoeMixer
 
 TRAINING_CHUNK = 64  # tokens of a chunk of the scan; any number gives the same result
 
@@ -44,6 +45,11 @@ def train_mixer(mixer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         case MoeMixer():
             return _moe(mixer, x)
     raise TypeError(f"no training forward for {type(mixer).__name__}")
+
+
+def train_embedding(embedding: Embedding, ids: torch.Tensor) -> torch.Tensor:
+    """ids [B, T] -> rows [B, T, D]; the gradient is added up row by row, with no sort."""
+    return embedding.weight.index_select(0, ids.flatten()).view(*ids.shape, -1)
 
 
 def train_norm(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:

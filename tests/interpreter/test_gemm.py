@@ -12,6 +12,7 @@ from tests.conftest import Poison
 BF16 = torch.bfloat16
 SMALL = {"BLOCK_T": 16, "BLOCK_N": 32, "BLOCK_K": 32, "GROUP": 3, "num_warps": 1, "num_stages": 1}
 STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=16, BLOCK_K=16, num_warps=2, num_stages=1)
+STREAM = STREAM.but(ROTATE=True, AHEAD=2, EARLY=False)
 FORMS = {
     "square": Tile(**SMALL, SWAP=False, SPLITS=1),
     "swapped": Tile(**SMALL, SWAP=True, SPLITS=1),

@@ -12,6 +12,7 @@ from tests.interpreter.test_parity import embed
 
 CPU = torch.device("cpu")
 STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, num_warps=2, num_stages=1, ASM=True)
+STREAM = STREAM.but(ROTATE=True, AHEAD=2, EARLY=False)
 MANY = Tile(BLOCK_T=16, BLOCK_N=128, BLOCK_K=128, GROUP=2, SPLITS=1, ASM=True, num_warps=4)
 MANY = MANY.but(num_stages=1)
 FORMS = {

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
 TILE = Tile(BLOCK_T=16, BLOCK_N=256, BLOCK_K=128, SPLITS=1, GROUP=8, num_warps=4, num_stages=2)
 STREAM = Tile(STREAM=True, BLOCK_T=8, BLOCK_N=64, BLOCK_K=32, num_warps=2, num_stages=1)
+STREAM = STREAM.but(ROTATE=True, AHEAD=2, EARLY=False)
 SQUARE = square_tile((16, 32, 128, 4, 1), halves=2).but(GROUP=2)
 SCHEMES = pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 

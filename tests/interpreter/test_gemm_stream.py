@@ -12,6 +12,7 @@ from nemotriton.kernels.op import Case, Tile, use_tile
 
 CPU = torch.device("cpu")
 STREAM = Tile(STREAM=True, BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=2, num_stages=3)
+STREAM = STREAM.but(ROTATE=True, AHEAD=2, EARLY=False)
 GENERIC = Tile(BLOCK_T=64, BLOCK_N=64, BLOCK_K=64, SPLITS=1, GROUP=8, num_warps=4, num_stages=3)
 
 
