@@ -41,8 +41,9 @@ def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, state_ptr, FULL: tl.cons
     mask = wanted[None, :, None]
     if not FULL:
         mask = mask & (n < width)
-    # a lane's vector, so that four lanes share a row of a block, as in a fragment
-    rows = tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 1, VECTOR]), mask=mask, other=0)
+    # hints: a lane's vector, so that four lanes share a row of a block; the other lanes take other
+    # rows rather than blocks, as in a fragment (the 2 ranks these dimensions, it says no more)
+    rows = tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 2, VECTOR]), mask=mask, other=0)
     return k_order(tl.reshape(tl.permute(rows, (1, 0, 2)), [R, BLOCK_N]), state_ptr)
 
 
