@@ -425,6 +425,11 @@ class LLM:
             with engine.lead.calling(function, *args):
                 return function(self, *args)
 
+    def check_ranks(self) -> None:
+        """RankError if another rank is known to have failed or gone, also while nothing runs."""
+        if self._team is not None:
+            self._team.check()
+
     def _guard(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._team is None else self._team.guard()
 
