@@ -220,15 +220,15 @@ def measure(work: Work, facts: Facts, judged: dict[str, float]) -> Iterator[Row]
     size |= {"piece": work.piece if work.tokens else 256, "batches": [*work.batches] or [1]}
     with opened(work.setup, work.ranks, drafts=work.drafts, **size) as llm:
         llm.everywhere(steps.noise)
-        case = {"tp": work.ranks.tp, "ep": work.ranks.ep, "gate": judged, "drafts": work.drafts}
+        case = {"tp": work.ranks.tp, "ep": work.ranks.ep, "drafts": work.drafts}
         case |= {"context": work.context} | formats(llm)
+        said = {"gate": judged} | rows.environment(facts)
         name, quant = llm.config.name, work.setup.quant
         for batch in work.batches:
             load = held(llm, batch, work.context, work.drafts)
             row = blank("parallel", name, quant, batch, work.command(), **case)
-            row |= rows.environment(facts)
-            yield row | decoded(llm, work.setup, load, facts, work.ranks, work.count)
+            yield row | said | decoded(llm, work.setup, load, facts, work.ranks, work.count)
         for tokens in work.tokens:
             own = case | {"context": 0, "piece": work.piece}
             row = blank("prefill", name, quant, tokens, work.command(), **own)
-            yield row | rows.environment(facts) | prompted(llm, tokens, work.repeat)
+            yield row | said | prompted(llm, tokens, work.repeat)

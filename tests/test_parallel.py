@@ -4,6 +4,7 @@ fp32 sums in another order differ in their last bits, so logits agree to 1e-5 of
 are equal, since no two logits of these models tie within that.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
@@ -251,6 +253,59 @@ def test_a_killed_rank_ends_the_run(four: LLM) -> None:
         four.generate(20 * PROMPTS, long)
     gone(four, pids)
     assert time.monotonic() - start < 10
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_server_ends_with_its_ranks() -> None:
+    """It answers as one rank does; killed while idle, a rank takes it along, with one message."""
+    options = ["--tp", "2", "--device", "cpu", "--dtype", "float32", "--max-context", "64"]
+    command = [sys.executable, "-m", "nemotriton.serve", *options, "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    lines = iter(server.stderr.readline, "")
+    url = next(line for line in lines if line.startswith("serving")).split(" at ")[1].strip()
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    body["model"] = httpx.get(f"{url}/models").json()["data"][0]["id"]
+    answers = [httpx.post(f"{url}/completions", json=body, timeout=60).json() for _ in range(2)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    (rank,) = children_of(server.pid)
+    os.kill(rank, signal.SIGKILL)
+    start = time.monotonic()
+    assert server.wait(10) == 1
+    assert time.monotonic() - start < 10
+    said = "".join(lines)
+    assert said.count("rank 1 was ended by signal 9 (killed)") == 1, said
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_leaves_no_process() -> None:
+    command = [sys.executable, "-m", "nemotriton.generate", "--tp", "2", "--device", "cpu", "-p"]
+    command += ["one", "-n", "1900", "--ignore-eos", "--temperature", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as run:
+        assert run.stdout is not None
+        run.stdout.read(1)  # it answers
+        (rank,) = children_of(run.pid)
+        os.killpg(run.pid, signal.SIGINT)
+        start = time.monotonic()
+        _, said = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert time.monotonic() - start < 10
+    assert said.decode().count("interrupted") == 1
+    assert b"Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(rank, 0)
 
 
 def test_torchrun_answers_once() -> None:

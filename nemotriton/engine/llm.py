@@ -327,10 +327,7 @@ class LLM:
         there was none. first_token_s is the mean from submission. drafts: see `DraftMeter`; graphs:
         see `DecodeSteps.report`; None without them.
         """
-        meter = self.engine.meter
-        peak = None
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
+        meter, on_gpu = self.engine.meter, self.device.type == "cuda"
         return {
             "requests": meter.requests,
             "steps": meter.steps,
@@ -344,7 +341,7 @@ class LLM:
             "drafts": self._draft_stats(),
             "graphs": None if self.runner.steps is None else self.runner.steps.report(),
             "memory": self.plan.parts(),
-            "peak_memory": peak,
+            "peak_memory": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
         }
 
     def _draft_stats(self) -> dict[str, Any] | None:
@@ -424,6 +421,11 @@ class LLM:
                 return function(self, *args)
             with engine.lead.calling(function, *args):
                 return function(self, *args)
+
+    def check_ranks(self) -> None:
+        """RankError if another rank is known to have failed or gone, also while nothing runs."""
+        if self._team is not None:
+            self._team.check()
 
     def _guard(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._team is None else self._team.guard()

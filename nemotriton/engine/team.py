@@ -59,6 +59,11 @@ class Team:
         """True for rank 0."""
         return self.shard.rank == 0
 
+    def check(self) -> None:
+        """RankError if the run is over."""
+        if self._watch.fault is not None:
+            raise RankError(self._watch.fault)
+
     # ---- words --------------------------------------------------------------------------------
 
     def tell(self, what: object) -> None:
@@ -116,13 +121,11 @@ class Team:
     def guard(self) -> Iterator[None]:
         """Whatever fails inside is told to all, for none can go on alone; RankError with the cause
         where that was another's failure, and from then on."""
-        if self._watch.fault is not None:
-            raise RankError(self._watch.fault)
+        self.check()
         self._watch.enter()
         try:
             yield
-            if self._watch.fault is not None:
-                raise RankError(self._watch.fault)
+            self.check()
         except BaseException as problem:
             cause = self._cause(problem)
             if cause is None:

@@ -58,14 +58,28 @@ def _limit_groups(
 def _threshold(keys, K: tl.constexpr):
     """int32 [BLOCK_T]: in each row at least K keys are at or above it, and fewer above it.
 
-    Where exactly K are at or above some middle, that middle serves and the row's search is over."""
+    Between `low`, which K keys reach, and `high`, which fewer do, three bars are tried at a time:
+    one sum counts for all of them. Where exactly K keys reach one, the row's search is over."""
+    SMALL: tl.constexpr = keys.shape[1] < 1024
+    BITS: tl.constexpr = 10 if SMALL else 16  # of a count
+    COUNTS: tl.constexpr = tl.int32 if SMALL else tl.int64
+    MASK: tl.constexpr = (1 << BITS) - 1
     low = tl.min(tl.where(keys == ABSENT, 2147483647, keys), 1).to(tl.int64)
     high = tl.max(keys, 1).to(tl.int64) + 1
     while tl.max(high - low, 0) > 1:
-        middle = low + ((high - low) >> 1)
-        count = tl.sum((keys >= middle.to(tl.int32)[:, None]).to(tl.int32), 1)
-        low = tl.where(count >= K, middle, low)
-        high = tl.where(count > K, high, tl.where(count == K, middle + 1, middle))
+        step = tl.maximum((high - low) >> 2, 1)
+        a = tl.minimum(low + step, high - 1)
+        b = tl.minimum(low + 2 * step, high - 1)
+        c = tl.minimum(low + 3 * step, high - 1)
+        reached = (keys >= a.to(tl.int32)[:, None]).to(COUNTS)
+        reached += (keys >= b.to(tl.int32)[:, None]).to(COUNTS) << BITS
+        reached += (keys >= c.to(tl.int32)[:, None]).to(COUNTS) << (2 * BITS)
+        counts = tl.sum(reached, 1)
+        at_a, at_b, at_c = counts & MASK, (counts >> BITS) & MASK, counts >> (2 * BITS)
+        high = tl.where(at_a < K, a, tl.where(at_b < K, b, tl.where(at_c < K, c, high)))
+        low = tl.where(at_c >= K, c, tl.where(at_b >= K, b, tl.where(at_a >= K, a, low)))
+        exact = (at_a == K) | (at_b == K) | (at_c == K)  # then the highest bar that K reach is one
+        high = tl.where(exact, low + 1, high)
     return low.to(tl.int32)
 
 

@@ -1,5 +1,6 @@
 """The command: `python -m nemotriton.serve MODEL`; exit codes as those of `generate`."""
 
+import os
 import socket
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -132,7 +133,7 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
         ) from None
     from nemotriton.generate.loading import opened
 
-    with place.bound() as listener, opened(source, machine, console) as llm:
+    with _listener(place) as listener, opened(source, machine, console) as llm:
         limits = Limits(
             queue=place.queue,
             body=place.body_limit * _MIB,
@@ -152,10 +153,19 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
             if place.api_key is None and host not in _LOCAL:
                 console.warn("anyone who reaches this address may use it: give --api-key.")
 
+        server = Server(service, ready)
+        service.loop.on_broken = server.end
         try:
-            Server(service, ready).run(sockets=[listener])
+            server.run(sockets=[listener])
         finally:
             service.close()
+        if service.loop.broken is not None:
+            raise service.loop.broken
+
+
+def _listener(place: Place) -> socket.socket:
+    """The address, which rank 0 alone takes where torchrun has started several."""
+    return place.bound() if os.environ.get("RANK", "0") == "0" else socket.socket()
 
 
 if __name__ == "__main__":

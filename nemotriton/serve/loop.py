@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nemotriton.engine.engine import Prepared
 from nemotriton.engine.outputs import Delta, Group
-from nemotriton.errors import NemotritonError
+from nemotriton.errors import NemotritonError, RankError
 from nemotriton.serve.failures import Failure, refusal
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 # Python's own 5 ms, for which a thread keeps the interpreter from the other, are half a step
+_LOOK = 1.0  # seconds between looks at other ranks while there is nothing to do
 _SWITCH = 0.0005
 BAD_ENDS = ("error", "abort")
 
@@ -85,6 +86,8 @@ class EngineLoop:
         self.room = room
         self.open = 0
         self.fault: str | None = None  # of the last step
+        self.broken: RankError | None = None  # why there will be no more steps
+        self.on_broken: Callable[[], None] = lambda: None
         self._llm = llm
         self._on_end = on_end
         self._changed = threading.Condition()
@@ -154,6 +157,8 @@ class EngineLoop:
             while self._take_in():
                 self._step()
                 self._tell()
+        except RankError as problem:  # whoever runs the server says it, once
+            self.broken = problem
         except BaseException:
             log.exception("the engine's thread ended")
             raise
@@ -163,12 +168,15 @@ class EngineLoop:
                 left, self._inbox = [*self._active, *self._inbox], []
             end = Failure(503, "the server stopped before the answer was complete.", "stopping")
             self._post([(job, [end], True) for job in left])
+            if self.broken is not None:
+                self.on_broken()
 
     def _take_in(self) -> bool:
         """Wait for work; False where there will be none."""
         with self._changed:
             while not (self._inbox or self._cancels or self._llm.engine.busy or self._stopping):
-                self._changed.wait()
+                self._changed.wait(_LOOK)
+                self._llm.check_ranks()
             if self._stopping:
                 return False
             jobs, self._inbox = self._inbox, []
@@ -196,6 +204,8 @@ class EngineLoop:
         try:
             self._llm.step()
             self.fault = None
+        except RankError:
+            raise
         except Exception as problem:
             log.exception("a step failed; what ran in it has ended")
             self.fault = f"{type(problem).__name__}: {problem}"

@@ -45,6 +45,10 @@ class Server(uvicorn.Server):
             await self.lifespan.shutdown()
             await asyncio.sleep(_LAST_WORDS)
 
+    def end(self) -> None:
+        """Stop without answering what is open, from any thread: there is no engine any more."""
+        self.should_exit = self.force_exit = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True

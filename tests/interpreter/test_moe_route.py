@@ -94,3 +94,9 @@ def test_sick_rows_have_valid_ids_and_nan_weights(groups: int, top: int) -> None
         assert r.weights[0].isnan().all()
         assert r.weights[[2, 4, 5]].isfinite().all()
         assert all(len(set(row)) == 4 for row in r.ids.tolist())
+
+
+def test_more_experts_than_ten_bits_count() -> None:
+    logits = torch.randn(2, 1100, generator=torch.Generator().manual_seed(3))
+    logits[1, 5:1095] = 0.25  # more than 1,023 keys at one bar
+    both(logits, None, 1030, 1, 1, True, 1.0)
