@@ -46,11 +46,12 @@ class World:
     """Random requests over a pool of slots, one more than there are requests."""
 
     config = MAMBA
+    where = "cpu"  # of the states and of what `run` is given
 
     def __init__(self, run: Callable[..., Tensor], fmt: StateFormat, seed: int) -> None:
         self.run, self.format = run, fmt
         self.rng, self.noise = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.states = ReplayStates(self.config, 1, 5, torch.float32, "cpu", fmt, CHAIN)
+        self.states = ReplayStates(self.config, 1, 5, torch.float32, self.where, fmt, CHAIN)
         for ring in self.states.rings:
             ring.fill_(torch.nan)
         m = self.config
@@ -90,7 +91,7 @@ class World:
                 self.running[i] = self.begin(sequence.slot)
             elif self.rng.random() < 0.02:
                 self.preempt(sequence)
-        free = torch.arange(5) == self.free
+        free = torch.arange(5, device=self.where) == self.free
         poison_rings(self.states, free)
         kind = self.rng.choice(["plain", "chain", "chain", "tree"])
         if self.rng.random() < 0.2:
@@ -123,13 +124,14 @@ class World:
             path += walked + [-1] * (count - len(walked))
             last.append(walked[-1])
             sequence.h, sequence.tokens = seen[walked[-1] + 1]
-        where = span.slots, torch.tensor(last, dtype=torch.int32)
+        where = span.slots, torch.tensor(last, dtype=torch.int32, device=self.where)
         if kind == "plain":
             self.states.advance(span.slots)
         elif kind == "chain":
             self.states.commit(*where)
         else:
-            self.states.commit(*where, torch.tensor(path, dtype=torch.int32), span.cu)
+            walked_all = torch.tensor(path, dtype=torch.int32, device=self.where)
+            self.states.commit(*where, walked_all, span.cu)
 
     def check(self, got: Tensor, want: Tensor) -> None:
         assert torch.equal(got, want)
@@ -139,19 +141,20 @@ class World:
     ) -> tuple[Span, Tensor, tuple[Tensor, ...]]:
         """y of random inputs, and these as `ssm_step_ref` takes them."""
         m, T = self.config, sum(counts)
-        cu = torch.tensor([0, *counts]).cumsum(0).int()
-        slots = torch.tensor([s.slot for s in self.running], dtype=torch.int32)
+        cu = torch.tensor([0, *counts]).cumsum(0).int().to(self.where)
+        slots = torch.tensor([s.slot for s in self.running], dtype=torch.int32, device=self.where)
         span = Span(0, T, cu, slots, slots, slots, max(counts), 1)
         x, dt = self.normal(T, m.heads, m.head_dim), self.normal(T, m.heads)
         B, C = self.normal(T, m.groups, m.state), self.normal(T, m.groups, m.state)
-        states = self.states
+        states, given = self.states, (x, dt, self.A, B, C, self.D, self.bias)
         y = self.run(
-            x, dt, self.A, B, C, self.D, self.bias, states.ssm[0],
+            *(v.to(self.where) for v in given), states.ssm[0],
             *(ring[0] for ring in states.rings), cu, states.cells(span), *states.cursors(span),
             max(counts), update=update, scales=states.layer_scales(0)[0],
-            parents=torch.tensor([p for own in parents for p in own]).int() if parents else None,
+            parents=None if parents is None else
+            torch.tensor([p for own in parents for p in own], device=self.where).int(),
         )  # fmt: skip
-        return span, y, (x, time_step_ref(dt, self.bias), self.A, B, C, self.D)
+        return span, y.cpu(), (x, time_step_ref(dt, self.bias), self.A, B, C, self.D)
 
 
 @pytest.mark.parametrize("name,steps", [("float32", 1300), ("bfloat16", 700), ("int8", 500)])

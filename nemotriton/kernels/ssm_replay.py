@@ -338,18 +338,20 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     where a tree leaves few registers."""
     rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
     if case.STATE in ("fp16-sr", "int16"):
-        rows, warps = 32 if case.TREE else 64, 2
+        rows, warps = 32 if case.TREE or case.STATE == "fp16-sr" else 64, 2
     elif case.STATE == "fp16" and case.NEW > 1:
         rows, warps = 64, 2
+    elif case.TREE and case.STATE == "fp32":
+        rows, warps = 16, 2
     elif case.TREE:
-        rows = 16 if case.STATE == "fp32" else 32
+        rows = 32
     return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
 
 
 def _tiles(case: Case) -> list[Tile]:
     return [
         Tile(BLOCK_P=p, num_warps=w, num_stages=1)
-        for p, w in ((16, 1), (32, 1), (64, 1), (32, 2), (64, 2))
+        for p, w in ((16, 1), (32, 1), (64, 1), (16, 2), (32, 2), (64, 2))
         if p <= max(next_pow2(case.P), 16)
     ]
 

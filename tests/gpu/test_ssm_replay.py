@@ -6,6 +6,7 @@ import torch
 from nemotriton.kernels import STATE_FORMATS, ring_places, ssm_replay
 from nemotriton.kernels.op import Args, Tile, use_tile
 from nemotriton.kernels.ssm_state import StateNoise, round_state_ref
+from tests.test_replay import World
 
 H, P, N, G, S = 32, 64, 128, 4, 3
 
@@ -98,3 +99,24 @@ def test_a_sick_row_leaves_the_rows_before_it_alone(held: int, cuda: torch.devic
     want, got = well.feed(6), sick.feed(6, spoilt=4)
     assert torch.equal(got[:, :4], want[:, :4])
     assert not got[:, 4:].isfinite().any()
+
+
+class Near(World):
+    """The kernel against the recurrence: states are rounded alike but for a step of a few."""
+
+    where = "cuda"
+
+    def check(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        loose = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.int8: 4e-2}[self.format.dtype]
+        scale = float(want.abs().max()) + 1
+        assert float((got - want).abs().max()) <= loose * scale
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_random_steps_of_requests_that_come_and_go(name: str, cuda: torch.device) -> None:
+    """Accepted, rejected, alternative and trial rows, slots that change hands, requests that are
+    moved, and NaN in all that is not committed."""
+    world = Near(ssm_replay.triton, STATE_FORMATS[name], seed=5)
+    for _ in range(150):
+        world.step()
+    assert world.crossed > 20

@@ -92,6 +92,22 @@ def test_the_tile_changes_no_bit(tile: tuple[int, int]) -> None:
     assert torch.equal(other.state[1], want.state[1])
 
 
+@pytest.mark.parametrize("held", [0, 12, 14])
+@pytest.mark.parametrize("spoilt", ["x", "B", "C", "dt"])
+def test_a_sick_row_leaves_the_rows_before_it_alone(spoilt: str, held: int) -> None:
+    """Also where the sick row or the rows before it lie beyond a border."""
+    worlds = [Request(as_model(inputs(41, SIZES), torch.bfloat16), torch.float32, 5) for _ in "ab"]
+    for world in worlds:
+        for n in [4] * (held // 4) + [held % 4] * (held % 4 > 0):
+            world.feed(n)
+    want = worlds[0].feed(5)
+    getattr(worlds[1].a, spoilt)[held + 3] = torch.inf if spoilt == "x" else torch.nan
+    got = worlds[1].feed(5)
+    assert torch.equal(got[:3], want[:3])
+    assert not got[3].isfinite().any()
+    assert spoilt == "C" or not got[4].isfinite().any()
+
+
 def made(new: int, tree: int, state: str = "fp32", T: int = 12) -> Args:
     case = Case(H=2, P=6, N=12, G=1, STATE=state, NEW=new, TREE=tree)
     rng = torch.Generator().manual_seed(new + tree)
