@@ -9,6 +9,7 @@ from nemotriton.kernels.ssm_window import (
     _behind_ring,
     _decay,
     _entries,
+    _for_state,
     _head,
     _inflow,
     _keep,
@@ -58,10 +59,11 @@ def _window(
     step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, DRAFTS)
     token, place = first + t, kept + t
     wanted = (token < count) & (place < L)
-    C = load_rows(C_ptr + token * C_t, wanted & on, N, BLOCK_N, state_ptr, N == BLOCK_N)
-    begin = _places(B_ring, at, B_ptr, row, B_t, old, N)
-    B = load_rows(begin, old | new, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    C_at, begin = C_ptr + token * C_t, _places(B_ring, at, B_ptr, row, B_t, old, N)
+    B = load_rows(begin, old | new, N, BLOCK_N, B_ptr, N == BLOCK_N)
+    C = load_rows(C_at, wanted & on, N, BLOCK_N, B_ptr, N == BLOCK_N)
     weights, left = _weights(step, A, D, B, C, place)
+    C = _for_state(C, C_at, wanted & on, B_ptr, state_ptr, N, BLOCK_N)
     return (row, old, new, step), (token, wanted, C, weights, left, j[:, None] <= place[None, :])
 
 

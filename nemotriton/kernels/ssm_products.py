@@ -14,14 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
-def k_order(rows, state_ptr):
-    """rows [R, BLOCK_N] with columns in the order of products with a state of this type.
+def k_order(rows, like):
+    """rows [R, BLOCK_N] with columns in the order of products with what `like` points at.
 
-    In memory a block of columns is the vectors of four lanes, 16 bytes of the state each (8 of
-    codes of a byte); a product takes the lanes' first pairs, then their second ones. (Of codes of
-    a byte it takes fours, since that is what Triton gives a lane of operands that were bytes.)"""
-    VECTOR: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 8
-    TAKEN: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.int8 else 2
+    In memory a block of columns is the vectors of four lanes, 16 bytes each (8 of codes of a
+    byte); a product takes the lanes' first pairs, then their second ones. (Of codes of a byte it
+    takes fours, since that is what Triton gives a lane of operands that were bytes.)"""
+    VECTOR: tl.constexpr = 4 if like.dtype.element_ty == tl.float32 else 8
+    TAKEN: tl.constexpr = 4 if like.dtype.element_ty == tl.int8 else 2
     R: tl.constexpr = rows.shape[0]
     BLOCK_N: tl.constexpr = rows.shape[1]
     WIDE: tl.constexpr = 4 * VECTOR if 4 * VECTOR < BLOCK_N else BLOCK_N
@@ -30,10 +30,10 @@ def k_order(rows, state_ptr):
 
 
 @triton.jit
-def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, state_ptr, FULL: tl.constexpr):
+def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, like, FULL: tl.constexpr):
     """`width` numbers from each pointer of `at` [R] on, [R, BLOCK_N] in `k_order`; zeros where not
     `wanted` [R] and beyond width. FULL: width is BLOCK_N or more."""
-    VECTOR: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 8
+    VECTOR: tl.constexpr = 4 if like.dtype.element_ty == tl.float32 else 8
     WIDE: tl.constexpr = 4 * VECTOR if 4 * VECTOR < BLOCK_N else BLOCK_N
     R: tl.constexpr = at.shape[0]
     c, i = tl.arange(0, BLOCK_N // WIDE), tl.arange(0, WIDE)
@@ -44,7 +44,7 @@ def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, state_ptr, FULL: tl.cons
     # hints: a lane's vector, so that four lanes share a row of a block; the other lanes take other
     # rows rather than blocks, as in a fragment (the 2 ranks these dimensions, it says no more)
     rows = tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 2, VECTOR]), mask=mask, other=0)
-    return k_order(tl.reshape(tl.permute(rows, (1, 0, 2)), [R, BLOCK_N]), state_ptr)
+    return k_order(tl.reshape(tl.permute(rows, (1, 0, 2)), [R, BLOCK_N]), like)
 
 
 @triton.jit

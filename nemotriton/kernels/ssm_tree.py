@@ -16,6 +16,7 @@ from nemotriton.kernels.ssm_window import (
     _behind_ring,
     _decay,
     _entries,
+    _for_state,
     _head,
     _inflow,
     _keep,
@@ -65,8 +66,8 @@ def _tree(
     step = _steps(dt_ring, a.to(tl.int64), dt_ptr, a, dt_t, none, new, limits, on, True)
     way = tl.sum(tl.where(on_way, _decay(step, A)[:, None], 0), 0)
     way_here = _turned(way, a, t)
-    C = load_rows(C_ptr + t * C_t, (t < count) & on, N, BLOCK_N, state_ptr, N == BLOCK_N)
-    B = load_rows(B_ptr + a * B_t, new, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    C = load_rows(C_ptr + t * C_t, (t < count) & on, N, BLOCK_N, B_ptr, N == BLOCK_N)
+    B = load_rows(B_ptr + a * B_t, new, N, BLOCK_N, B_ptr, N == BLOCK_N)
     weights = scores(B, C) * step[:, None] * _left(way[None, :] - way_here[:, None])
     weights = tl.where(on_way, weights, 0.0)
     weights = tl.where(a[:, None] == t[None, :], weights + D, weights)
@@ -74,8 +75,9 @@ def _tree(
     decay = _decay(old_step, A)
     all = tl.sum(decay, 0)
     later = all - tl.cumsum(decay, 0)
-    B = load_rows(B_ring + at * N, j < kept, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    B = load_rows(B_ring + at * N, j < kept, N, BLOCK_N, B_ptr, N == BLOCK_N)
     old_weights = scores(B, C) * old_step[:, None] * _left(later[:, None] + way[None, :])
+    C = _for_state(C, C_ptr + t * C_t, (t < count) & on, B_ptr, state_ptr, N, BLOCK_N)
     return step, way, (C, weights, old_weights, _left(all + way), on_way)
 
 

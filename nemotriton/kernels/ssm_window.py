@@ -99,6 +99,15 @@ def _entries(ring, at, new_ptr, row, stride, c, old, new, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _for_state(C, C_at, wanted, B_ptr, state_ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """C [T, N] in the order of products with the state, given that of products with B."""
+    STATE: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth
+    if B_ptr.dtype.element_ty.primitive_bitwidth != STATE:
+        C = load_rows(C_at, wanted, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    return C
+
+
+@triton.jit
 def _steps(ring, at, dt_ptr, row, stride, old, new, limits, on, DRAFTS: tl.constexpr):
     """Step sizes of entries [L], which the ring holds ready; zeros where there is none."""
     bias, low, high = limits
