@@ -154,12 +154,18 @@ def _norm_group(
 
 
 @triton.jit
-def _move_group(x_at, window_at, row_stride, apart, N: tl.constexpr, BLOCK_N: tl.constexpr, W):
-    """The windows of a group's B and C, `apart` channels from each other."""
+def _close_group(
+    raw_ptr, z_ptr, norm_ptr, y_ptr, x_at, window_at, row, g, row_stride, apart, eps,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """What the last program of a group does: x_at and window_at are at the group's first channel of
+    B, and `apart` channels further at that of C."""
     n = tl.arange(0, BLOCK_N)
     B = _tokens(x_at + n, window_at + n, row_stride, n < N, W)
     n_C = apart + n
     C = _tokens(x_at + n_C, window_at + n_C, row_stride, n < N, W)
+    _norm_group(raw_ptr, z_ptr, norm_ptr, y_ptr, row, g, eps, D, WIDTH, BLOCK)
     tl.debug_barrier()
     _move(window_at + n, row_stride, B, n < N, W)
     _move(window_at + n_C, row_stride, C, n < N, W)
@@ -231,9 +237,11 @@ def _mamba_step(
     arrived, z_ptr = arrivals_ptr + slot * G + g, z_ptr + row * z_t
     if on & (tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1):
         tl.store(arrived, 0)
-        _norm_group(raw_ptr, z_ptr, norm_ptr, y_ptr, row, g, eps, H * P, PER_GROUP * P, BLOCK_G)
         first = H * P + g * N
-        _move_group(x_at + first, window_at + first, window_row, apart, N, BLOCK_N, W)
+        _close_group(
+            raw_ptr, z_ptr, norm_ptr, y_ptr, x_at + first, window_at + first, row, g, window_row,
+            apart, eps, H * P, PER_GROUP * P, BLOCK_G, N, BLOCK_N, W,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- op
