@@ -159,16 +159,17 @@ def _close_group(
     D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, BLOCK_N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """What the last program of a group does: x_at and window_at are at the group's first channel of
-    B, and `apart` channels further at that of C."""
-    n = tl.arange(0, BLOCK_N)
-    B = _tokens(x_at + n, window_at + n, row_stride, n < N, W)
-    n_C = apart + n
-    C = _tokens(x_at + n_C, window_at + n_C, row_stride, n < N, W)
+    """What the last program of a group does: x_at and window_at are at the first channel of B, and
+    `apart` channels further at that of C."""
+    inside = tl.arange(0, BLOCK_N) < N
+    b = g * N + tl.arange(0, BLOCK_N)
+    c = b + apart
+    B = _tokens(x_at + b, window_at + b, row_stride, inside, W)
+    C = _tokens(x_at + c, window_at + c, row_stride, inside, W)
     _norm_group(raw_ptr, z_ptr, norm_ptr, y_ptr, row, g, eps, D, WIDTH, BLOCK)
     tl.debug_barrier()
-    _move(window_at + n, row_stride, B, n < N, W)
-    _move(window_at + n_C, row_stride, C, n < N, W)
+    _move(window_at + b, row_stride, B, inside, W)
+    _move(window_at + c, row_stride, C, inside, W)
 
 
 @triton.jit
@@ -234,13 +235,12 @@ def _mamba_step(
 
     tl.debug_barrier()  # all threads have read the window, and stored their part of y
     _move(window_at + rows, window_row, x_tokens, on_p, W)
-    arrived, z_ptr = arrivals_ptr + slot * G + g, z_ptr + row * z_t
+    arrived = arrivals_ptr + slot * G + g
     if on & (tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1):
         tl.store(arrived, 0)
-        first = H * P + g * N
         _close_group(
-            raw_ptr, z_ptr, norm_ptr, y_ptr, x_at + first, window_at + first, row, g, window_row,
-            apart, eps, H * P, PER_GROUP * P, BLOCK_G, N, BLOCK_N, W,
+            raw_ptr, z_ptr + row * z_t, norm_ptr, y_ptr, x_at + H * P, window_at + H * P, row, g,
+            window_row, apart, eps, H * P, PER_GROUP * P, BLOCK_G, N, BLOCK_N, W,
         )  # fmt: skip
 
 

@@ -74,7 +74,8 @@ def test_a_sequence_without_a_token_is_left_alone() -> None:
         assert torch.equal(args[name][1], before[name][1])
         assert torch.equal(args[name][3:], before[name][3:])
         assert not torch.equal(args[name][2], before[name][2])
-    assert torch.equal(y[1], torch.zeros_like(y[1])) and torch.equal(want[1], y[1])
+    assert torch.equal(y[1], torch.zeros_like(y[1]))
+    assert torch.equal(want[1], y[1])
 
 
 @pytest.mark.parametrize(
