@@ -82,6 +82,22 @@ def test_tiles_of_one_order_give_the_same_bits(
     assert not wrong, "; ".join(wrong[:4])
 
 
+def test_a_token_of_a_tree_has_the_bits_of_its_path(cuda: torch.device) -> None:
+    """Heads of Super; contexts of several splits."""
+    spec, case = SPECS["attend_decode"], Case(H=32, Hkv=2, Dh=128, page=64, fp8=0, new=9, tree=1)
+    args = spec.make(case, 40, cuda, torch.bfloat16, parity.generator(3, cuda))
+    wrong = []
+    with fixed_order(DECODE):
+        whole = spec.op.triton(**args)
+        for s, length in enumerate(args["lengths"].tolist()):
+            first, end = args["cu"][s : s + 2].tolist()
+            for i in range(end - first if length else 0):
+                alone = spec.op.triton(**schedules.path_alone(args, s, i))
+                if not torch.equal(alone[0], whole[first + i]):
+                    wrong.append(f"token {i} of sequence {s}")
+    assert not wrong, "; ".join(wrong)
+
+
 # ------------------------------------------------------------------------------------- schedules
 FORMATS = {
     "bf16": {"dtype": "bfloat16", "quant": "bf16"},
