@@ -216,21 +216,23 @@ def attend_decode(
     blocks = cdiv(max_new * group, rows)
     tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
     strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
+    late = as_dependent(q)
     if parents is not None and phase() is not None:
         S, (cu, lengths) = T, split_paths(*tensors, scale, GRAIN, tile)
+        late = {"PDL": False, "launch_pdl": False}  # merging begins with what was just written
     else:
         launch(
             _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits,
             scale * LOG2_E, *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1], D=width,
             BLOCK_D=max(16, next_pow2(width)), GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
-            **as_dependent(q),
+            **late,
         )  # fmt: skip
     merged = (acc, stats, out, cu, lengths, v_scale)
     columns = min(MERGE_D, next_pow2(width))
     launch(
         _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
         D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=next_pow2(target * 3 // 2), BLOCK_D=columns,
-        num_warps=4 if target <= 64 else 8, **as_dependent(q),
+        num_warps=4 if target <= 64 else 8, **late,
     )  # fmt: skip
     return out
 
