@@ -198,15 +198,13 @@ def _mamba_step(
     n = tl.arange(0, BLOCK_N)
     rows = head * P + p  # of the state, and channels of x
     in_p, in_n = p < P, n < N
-    apart = G * N  # channels from B to C
-    b = H * P + g * N + n
+    apart, b = G * N, H * P + g * N + n  # channels from B to C; those of B
     x_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, rows, in_p, W)
     B_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, b, in_n, W)
     C_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, b + apart, in_n, W)
     A, D, dt_bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     if PDL:
         tl.extra.cuda.gdc_wait()
-
     row, filled, slot, cell = _find(cu_idx, slots_idx, cells_idx, s)
     on = filled & (slot >= 0)
     on_p, on_n = on & in_p, on & in_n
