@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemotriton.errors import require
-from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import random_fp8
 from nemotriton.kernels.gemm import matmul_ref
@@ -202,10 +202,9 @@ def _lines(tile: Tile, row_bytes: int) -> int:
 
 def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     """Constants and launch options of both kernels that the tile gives."""
-    pdl = dependent(x)
     rest = {k: v for k, v in tile.items() if k != "AHEAD"}
-    how = {"ASM": target(x.device) >= 90, "PDL": pdl, "launch_pdl": pdl}
-    return rest | how | {"SLICES": tile["num_warps"]}
+    how = {"ASM": target(x.device) >= 90, "SLICES": tile["num_warps"]}
+    return rest | how | as_dependent(x)
 
 
 # ------------------------------------------------------------------------------------------- specs
