@@ -62,12 +62,12 @@ def test_the_device_starts_the_next_step_by_itself() -> None:
         own = runner.read
         done: list[bool] = []
 
-        def late(flight: Flight) -> Any:
+        def late(step: Step, flight: Flight) -> Any:
             torch.cuda.synchronize()
             ahead = llm.engine._ahead
             assert ahead is not None
             done.append(ahead[1].mark.query())
-            return own(flight)
+            return own(step, flight)
 
         runner.read = late  # type: ignore[method-assign]
         for _ in range(8):
