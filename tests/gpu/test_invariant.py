@@ -25,7 +25,8 @@ from tests.schedules import raw_logits  # noqa: F401
 ROWS = {DECODE: (3, 17, 70), PREFILL: (50, 300, 2049)}
 ONLY = {"causal_conv1d": PREFILL, "ssd_prefill": PREFILL, "ssd_prefill_chunked": PREFILL,
         "attend_prefill": PREFILL, "causal_conv1d_update": DECODE, "ssm_update": DECODE,
-        "ssm_replay": DECODE, "attend_decode": DECODE}  # fmt: skip
+        "ssm_replay": DECODE, "attend_decode": DECODE, "enter_moe": DECODE,
+        "share_expert": DECODE}  # fmt: skip
 SKIPPED = ("verify_drafts", "write_kv")  # nothing of theirs is summed
 
 
