@@ -16,6 +16,7 @@ from nemotriton.kernels.conv1d import causal_conv1d, causal_conv1d_ref, conv_ref
 from nemotriton.kernels.conv1d_update import causal_conv1d_update, causal_conv1d_update_ref
 from nemotriton.kernels.gemm import matmul, matmul_ref
 from nemotriton.kernels.gemm_packed import packed_matmul, packed_matmul_ref
+from nemotriton.kernels.gemm_scaled import scaled_matmul, scaled_matmul_ref
 from nemotriton.kernels.gemm_quant import (
     fp8_matmul,
     fp8_matmul_ref,
@@ -169,6 +170,8 @@ __all__ = [
     "run_experts_ref",
     "sample_tokens",
     "sample_tokens_ref",
+    "scaled_matmul",
+    "scaled_matmul_ref",
     "share_expert",
     "share_expert_ref",
     "ssd_prefill",
