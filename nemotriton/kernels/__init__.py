@@ -36,6 +36,7 @@ from nemotriton.kernels.moe_experts_quant import (
     run_experts_nvfp4,
     run_experts_nvfp4_ref,
 )
+from nemotriton.kernels.moe_experts_scaled import run_experts_scaled, run_experts_scaled_ref
 from nemotriton.kernels.moe_few import enter_moe, enter_moe_ref, share_expert, share_expert_ref
 from nemotriton.kernels.moe_route import (
     OwnRouting,
@@ -168,6 +169,8 @@ __all__ = [
     "run_experts_packed",
     "run_experts_packed_ref",
     "run_experts_ref",
+    "run_experts_scaled",
+    "run_experts_scaled_ref",
     "sample_tokens",
     "sample_tokens_ref",
     "scaled_matmul",

@@ -180,6 +180,7 @@ class KernelSpec:
     arches: Sequence[int] = ()
     may_spill: Sequence[str] = ()
     one_tile: bool = False
+    native: Mapping[str, str] = field(default_factory=dict)
     fixed: fixed_order.FixedOrder = fixed_order.WHOLE
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
