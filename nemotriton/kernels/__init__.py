@@ -16,13 +16,13 @@ from nemotriton.kernels.conv1d import causal_conv1d, causal_conv1d_ref, conv_ref
 from nemotriton.kernels.conv1d_update import causal_conv1d_update, causal_conv1d_update_ref
 from nemotriton.kernels.gemm import matmul, matmul_ref
 from nemotriton.kernels.gemm_packed import packed_matmul, packed_matmul_ref
-from nemotriton.kernels.gemm_scaled import scaled_matmul, scaled_matmul_ref
 from nemotriton.kernels.gemm_quant import (
     fp8_matmul,
     fp8_matmul_ref,
     nvfp4_matmul,
     nvfp4_matmul_ref,
 )
+from nemotriton.kernels.gemm_scaled import scaled_matmul, scaled_matmul_ref
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.mamba_step import mamba_step, mamba_step_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref

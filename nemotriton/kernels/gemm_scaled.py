@@ -2,13 +2,13 @@
 
     y = epilogue(global * input_scale * (x' V^T) + bias)
 
-x' are the numbers e2m1 * block scale that x's NVFP4 codes under input_scale stand for, V those of the
-weight; `tl.dot_scaled` multiplies codes and scales natively (`tcgen05.mma ... kind::mxf4nvf4`) and
-sums in fp32. Numbers and rounding are those of `gemm_quant.nvfp4_matmul` with an input scale.
+x' are the numbers e2m1 * block scale that x's NVFP4 codes under input_scale stand for, V those of
+the weight; `tl.dot_scaled` multiplies codes and scales natively (`tcgen05.mma`, `kind::mxf4nvf4`)
+and sums in fp32. Numbers and rounding are those of `gemm_quant.nvfp4_matmul` with an input scale.
 
-The weight is the left operand, of which the instruction takes 128 rows: so few tokens fill the other
-side as far as they go, 16 at least. Both sides are e2m1 with e4m3 scales: Triton turns other formats
-with such scales into other instructions, without a word (fp8 x e2m1), or does not compile them.
+The weight is the left operand, of which the instruction takes 128 rows: so few tokens fill the
+other side as far as they go, 16 at least. Both sides are e2m1 with e4m3 scales: Triton turns other
+formats with such scales into another instruction, without a word (fp8 x e2m1), or does not compile.
 
 x [T, K] with a free row stride, bf16 or fp16; codes uint8 [N, K/2]; the weight's scales in tiles
 (`scale_tiles`), e4m3 [tiles * 512].
@@ -28,11 +28,11 @@ from nemotriton.kernels.gemm_stream import finish
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, cdiv, launch, next_pow2, op
 from nemotriton.kernels.quantize import check_scale
 from nemotriton.kernels.scale_tiles import (
-    TILE,
     _quantize_for_tiles,
     load_scale_tiles,
     quantize_for_tiles,
     swizzle_scales,
+    tile_bytes,
     tiles_of,
     unswizzle_scales,
 )
@@ -126,7 +126,7 @@ def _scaled(
 def fitting(tile: Tile, depth: int) -> Tile:
     """The tile with the widest steps that leave no rest of depth, and as many more stages.
 
-    Loads with masks along K do not run ahead. Where 64 columns leave a rest too, nothing changes."""
+    Loads with masks along K do not run ahead. Where 64 columns leave a rest too it stays."""
     most = int(tile["BLOCK_K"])
     k = next((k for k in (256, 128, 64) if k <= most and depth % k == 0), most)
     return tile.but(BLOCK_K=k, num_stages=min(8, int(tile["num_stages"]) * most // k))
@@ -152,9 +152,8 @@ def scaled_matmul(
         codes.ndim == 2 and codes.dtype == torch.uint8 and codes.is_contiguous() and K % GROUP == 0,
         f"codes must be contiguous uint8 [N, K/2], got {codes.dtype} {tuple(codes.shape)}",
     )
-    rows, columns = tiles_of(N, K)
     require(
-        tiles.dtype == torch.float8_e4m3fn and tiles.shape == (rows * columns * TILE,),
+        tiles.dtype == torch.float8_e4m3fn and tiles.shape == (tile_bytes(N, K),),
         f"scales of shape {tuple(tiles.shape)} are not the tiles of a matrix [{N}, {K}]",
     )
     require(
@@ -178,7 +177,7 @@ def scaled_matmul(
     grid = (cdiv(T, block_t) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     operands = (x_codes, x_scales, codes, tiles, global_scale, input_scale)
     r_stride = 0 if residual is None else residual.stride(0)
-    shape = (K // 2, K // GROUP, r_stride, T, N, K, columns, steps)
+    shape = (K // 2, K // GROUP, r_stride, T, N, K, tiles_of(N, K)[1], steps)
     if splits == 1:
         args = (*operands, bias, residual, y, *shape)
         launch(_scaled, grid, *args, RELU2=squared, **constants)
@@ -186,7 +185,7 @@ def scaled_matmul(
     parts = torch.empty((splits, T, N), dtype=torch.float32, device=x.device)
     launch(_scaled, grid, *operands, None, None, parts, *shape, RELU2=False, **constants)
     block = min(512, next_pow2(N))
-    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4}
+    rest = {"RELU2": squared, "SPLITS": splits, "BLOCK_N": block, "num_warps": 4, "PDL": False}
     sums = (parts, bias, residual, y, r_stride, T, N)
     launch(_sum_splits, (T * cdiv(N, block),), *sums, **rest)
     return y

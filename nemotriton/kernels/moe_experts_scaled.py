@@ -4,14 +4,14 @@
     row[p] = w[p] * down_scale[e] * (V_down[e] h'[p])              fp32, not rounded     [L]
     y[t]   = sum of row[t*K + j] over j = 0..K-1 in that order, fp32, rounded to x's dtype
 
-x' and h' are what the NVFP4 codes of x and h under their expert's input scale stand for, V the stored
-values of the weights; both scales are the product of the weight's and the input's. h is quantised
-in the epilogue of the first product, straight from fp32, and only its codes are stored. Numbers are
-those of `moe_experts_quant.run_experts_nvfp4` with input scales.
+x' and h' are what the NVFP4 codes of x and h under their expert's input scale stand for, V the
+stored values of the weights; both scales are the product of the weight's and the input's. h is
+quantised in the epilogue of the first product, straight from fp32, and only its codes are stored.
+Numbers are those of `moe_experts_quant.run_experts_nvfp4` with input scales.
 
-Expert-major, as there. The weight is the left operand of `tl.dot_scaled`, 128 rows of it, so that an
-expert's few tokens fill only the other side (see `gemm_scaled`). Weights' scales lie in tiles, one
-set an expert; those of x and h in rows, for an expert's first row falls anywhere in a tile.
+Expert-major, as there. The weight is the left operand of `tl.dot_scaled`, 128 rows of it, so that
+an expert's few tokens fill only the other side (see `gemm_scaled`). Weights' scales lie in tiles,
+one set an expert; those of x and h in rows, for an expert's first row falls anywhere in a tile.
 """
 
 from typing import Any
@@ -37,9 +37,9 @@ from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, cdiv, launch, next_pow2, op
 from nemotriton.kernels.quantize import check_scale
 from nemotriton.kernels.scale_tiles import (
-    TILE,
     load_scale_tiles,
     swizzle_scales,
+    tile_bytes,
     tiles_of,
     unswizzle_scales,
 )
@@ -224,8 +224,8 @@ def run_experts_scaled(
     shape = (F // 2, F // GROUP, down_tiles.stride(0), F, L, tiles_of(L, F)[1])
     launch(
         _down_scaled, (blocks * cdiv(L, ROWS),), h, hs.view(e4m3), *down, down_input_scale, rows,
-        routing.weights, routing.order, routing.offsets, *shape, EVEN_K=F % int(down_tile["BLOCK_K"]) == 0,
-        **down_tile, **size,
+        routing.weights, routing.order, routing.offsets, *shape,
+        EVEN_K=F % int(down_tile["BLOCK_K"]) == 0, **down_tile, **size,
     )  # fmt: skip
     width = min(1024, next_pow2(L))
     launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, num_warps=4)
@@ -247,9 +247,8 @@ def _check(
             codes.dtype == torch.uint8 and codes.shape == (E, n, k // 2) and k % GROUP == 0,
             f"{name} codes of shape {tuple(codes.shape)} do not match {E} matrices [{n}, {k}]",
         )
-        rows, columns = tiles_of(n, k)
         require(
-            tiles.dtype == torch.float8_e4m3fn and tiles.shape == (E, rows * columns * TILE),
+            tiles.dtype == torch.float8_e4m3fn and tiles.shape == (E, tile_bytes(n, k)),
             f"{name} scales of shape {tuple(tiles.shape)} are not the tiles of [{n}, {k}]",
         )
         require(codes.is_contiguous() and tiles.is_contiguous(), f"{name} must be contiguous")

@@ -1,8 +1,8 @@
 """Block scales in the tiles that Blackwell's tensor cores read, and activations quantised for them.
 
-A scaled product of NVFP4 takes its scales from tensor memory, in tiles of 128 rows by 4 columns, 512
-bytes each. Scales that lie in memory in that order are copied there by the copy engine; in rows they
-would pass through registers at every step of the product. Weights are put in order when they are
+A scaled product of NVFP4 takes its scales from tensor memory, in tiles of 128 rows by 4 columns,
+512 bytes each. Scales that lie in memory in that order are copied there by one instruction; in rows
+they pass through registers at every step of the product. Weights are put in order when they are
 loaded, activations when they are quantised.
 
 Source of the layout: cuBLAS, block scaling factors in 128 x 4 tiles.
@@ -19,7 +19,7 @@ TILE_ROWS, TILE_COLS = 128, 4
 TILE = 512  # bytes
 
 
-# --------------------------------------------------------------------------------- torch: whole tiles
+# ------------------------------------------------------------------------------- torch: whole tiles
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Block scales [..., R, C], row by row, -> the tensor cores' tiles [..., R/128 * C/4 * 512].
 
@@ -45,12 +45,18 @@ def unswizzle_scales(tiles: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     return whole[..., :rows, :cols].contiguous().view(tiles.dtype)
 
 
+def tile_bytes(rows: int, cols: int) -> int:
+    """What the scales of a matrix [rows, cols] take in tiles."""
+    down, across = tiles_of(rows, cols)
+    return down * across * TILE
+
+
 def tiles_of(rows: int, cols: int) -> tuple[int, int]:
     """Rows and columns of tiles that hold the scales of a matrix [rows, cols]."""
     return cdiv(rows, TILE_ROWS), cdiv(cols, 16 * TILE_COLS)
 
 
-# ----------------------------------------------------------------------------------------- jit: tiles
+# --------------------------------------------------------------------------------------- jit: tiles
 @triton.jit
 def load_scale_tiles(ptr, row_tile, step, COLUMNS, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Scales [ROWS, BLOCK_K / 16] of step `step` along K, in a matrix of COLUMNS tiles a row.
@@ -84,25 +90,27 @@ def _quantize_for_tiles(
     tl.store(codes_ptr + t * (D // 2) + pair, (low | (high << 4)).to(tl.uint8), mask=pair * 2 < D)
     c = first // 16 + tl.arange(0, BLOCK_D // 16)
     byte = tl.reshape(scale, [BLOCK_D // 16]).to(tl.uint8)
-    if TILED:
+    inside = c * 16 < D
+    if TILED:  # zeros in columns that only fill a tile: NaN there would reach the sums
+        inside = c < COLUMNS * 4
         tile = t // 128 * COLUMNS + c // 4
         at = tile * 512 + t % 32 * 16 + t % 128 // 32 * 4 + c % 4
     else:
         at = t * (D // 16) + c
-    tl.store(scales_ptr + at, byte, mask=c * 16 < D)
+    tl.store(scales_ptr + at, byte, mask=inside)
 
 
 def quantize_for_tiles(
     x: torch.Tensor, scale: torch.Tensor, tiled: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 [T, D/2] of x [T, D], D a multiple of 16, and e4m3 scales: in rows [T, D/16], or
-    `tiled`, where the scales of rows and columns that only fill a tile are left as they are."""
+    `tiled`, where the scales of rows that only fill a tile are left as they are."""
     T, D = x.shape
     codes = torch.empty((T, D // 2), dtype=torch.uint8, device=x.device)
     rows, columns = tiles_of(T, D)
     shape = (rows * columns * TILE,) if tiled else (T, D // 16)
     scales = torch.empty(shape, dtype=torch.uint8, device=x.device)
-    block = max(16, min(1024, next_pow2(D)))
+    block = max(16 * TILE_COLS, min(1024, next_pow2(D)))
     args = (x, scale, codes, scales, x.stride(0), D, columns)
     launch(
         _quantize_for_tiles, (T * cdiv(D, block),), *args, TILED=tiled, BLOCK_D=block, num_warps=4

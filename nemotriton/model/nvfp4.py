@@ -45,6 +45,7 @@ __all__ = [
     "unswizzle_scales",
 ]
 
+
 class Nvfp4(NamedTuple):
     """codes uint8 [..., N, K/2], even column in the low nibble; scales e4m3 [..., N, K/16], row by
     row; global_scale fp32, [] or one for each leading index."""
