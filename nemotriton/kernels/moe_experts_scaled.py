@@ -228,7 +228,7 @@ def run_experts_scaled(
         EVEN_K=F % int(down_tile["BLOCK_K"]) == 0, **down_tile, **size,
     )  # fmt: skip
     width = min(1024, next_pow2(L))
-    launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, num_warps=4)
+    launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, PDL=False, num_warps=4)
     return y
 
 
