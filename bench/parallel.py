@@ -6,6 +6,7 @@ gain stands beside them. `ms in sums` is what rank 0 spends in kernels that add 
 its waiting for the others included.
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -68,6 +69,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps behind each number.")] = 30,
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "",
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
+    repeat: Annotated[int, typer.Option(help="Prompts of each length.")] = 2,
     state_dtype: StateDtype = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu.")] = None,
     rate: Annotated[float | None, typer.Option(help="TB/s of one; default: measured.")] = None,
@@ -83,9 +85,8 @@ def main(
     print(f"gate, {ranks}: {judged}\n", flush=True)
     batches = tuple(numbers(batch)) if batch else ()
     prompts = tuple(numbers(tokens)) if tokens else ()
-    work = Work(setup, ranks, batches, context, drafts, prompts, piece, steps)
-    alone = [Work(setup, Ranks(), batches, context, drafts, prompts, piece, steps)]
-    table([*(alone if one else []), work], facts, judged, out)
+    work = Work(setup, ranks, batches, context, drafts, prompts, piece, steps, repeat)
+    table([*([replace(work, ranks=Ranks())] if one else []), work], facts, judged, out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from torch import nn
 from nemotriton.errors import require
 from nemotriton.kernels import (
     Routing,
-    add_rms_norm,
     fp8_matmul,
     matmul,
     nvfp4_matmul,
@@ -206,19 +205,27 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with weight [D], alone or fused with the residual add before it."""
+    """RMS norm with weight [D], alone or fused with the residual add before it; shard: whose parts
+    are added up first."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ONE,
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.shard = eps, shard
         self.weight = parameter((width,), dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of residual + x, residual + x)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        """(norm of residual + x, residual + x), x the sum of all ranks' x."""
+        return self.shard.add_norm(x, residual, self.weight, self.eps)
 
 
 class Experts(nn.Module):
