@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from nemotriton.autotune import commands
+from nemotriton.autotune.seed import seed_command
 from nemotriton.errors import NemotritonError
 
 app = typer.Typer(
@@ -104,6 +105,7 @@ app.command("sweep")(commands.sweep_command)
 app.command("show")(commands.show_command)
 app.command("check")(commands.check_command)
 app.command("merge")(commands.merge_command)
+app.command("seed")(seed_command)
 
 
 def run() -> None:
