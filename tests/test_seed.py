@@ -17,7 +17,7 @@ SUPER = "super-120b"
 
 
 def rows(kernel: str, **changes: object) -> list[str]:
-    """What `compile --json` prints of a kernel's default tiles, and one of another architecture."""
+    """What `compile --out` writes of a kernel's default tiles, and one of another architecture."""
     found = []
     for job in offline.jobs([kernel], [ModelConfig.preset(SUPER)], [100]):
         row = {

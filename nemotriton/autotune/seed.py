@@ -1,6 +1,6 @@
 """First tuned files for a GPU that nobody has measured on, from what its compiler shows.
 
-    python -m nemotriton.autotune compile --arch sm_100 --json > rows.jsonl
+    python -m nemotriton.autotune compile --arch sm_100 --out rows.jsonl
     python -m nemotriton.autotune seed --learn rows.jsonl
 
 `tune_cache/sm_100.jsonl` keeps what was compiled, a line a call: registers, shared and tensor
@@ -53,7 +53,7 @@ def seed_command(
     kernel: Kernels = None,
     model: Models = MODELS,
     learn: Annotated[
-        Path | None, typer.Option(help="First take up the rows of `compile --json`.")
+        Path | None, typer.Option(help="First take up the rows of `compile --out`.")
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Default tune_cache/.")] = None,
 ) -> None:
@@ -74,7 +74,7 @@ def seed_command(
 
 # ------------------------------------------------------------------------------ what was compiled
 def take_up(lines: Iterable[str], arch: int) -> Iterable[tuple[Key, Data]]:
-    """One record of each call in the rows of `compile --json`."""
+    """One record of each call in the rows of `compile --out`."""
     calls: dict[Key, list[Data]] = {}
     for row in map(json.loads, lines):
         if row["arch"] == f"sm_{arch}":
