@@ -48,7 +48,7 @@ def slot_bytes(ranks: int) -> int:
 
 @triton.jit
 def _sum_add_rms_norm(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, slots_ptr, flags_ptr, counts_ptr, x_stride, r_stride, D, eps,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, buffers_ptr, flags_ptr, counts_ptr, x_stride, r_stride, D, eps,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
     BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,14 +66,14 @@ def _sum_add_rms_norm(
     half = (count & 1).to(tl.int64) * RANKS
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            theirs = tl.multiple_of(tl.load(slots_ptr + peer).to(x_ptr.dtype), 16)
+            theirs = tl.multiple_of(tl.load(buffers_ptr + peer).to(x_ptr.dtype), 16)
             tl.store(theirs + ((half + RANK) * ROWS + t) * D + d, x, mask=mask)
     tl.debug_barrier()  # the whole row is on its way before one thread says so
     for peer in tl.static_range(RANKS):
         if peer != RANK:
             flags = tl.load(flags_ptr + peer).to(counts_ptr.dtype)
             tl.atomic_xchg(flags + t * RANKS + RANK, count, sem="release", scope="sys")
-    own = tl.multiple_of(tl.load(slots_ptr + RANK).to(x_ptr.dtype), 16)
+    own = tl.multiple_of(tl.load(buffers_ptr + RANK).to(x_ptr.dtype), 16)
     own_flags = tl.load(flags_ptr + RANK).to(counts_ptr.dtype)
     total = tl.zeros([BLOCK_D], tl.float32)
     for peer in tl.static_range(RANKS):
