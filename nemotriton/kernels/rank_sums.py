@@ -48,7 +48,8 @@ def slot_bytes(ranks: int) -> int:
 
 @triton.jit
 def _sum_add_rms_norm(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, buffers_ptr, flags_ptr, counts_ptr, x_stride, r_stride, D, eps,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, buffers_ptr, flags_ptr, counts_ptr, x_stride, r_stride,
+    D, eps,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
     BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
