@@ -43,7 +43,8 @@ def alone(spec: KernelSpec, args: Args, index: int) -> tuple[Args, slice] | None
         if isinstance(one.get(name), torch.Tensor):
             one[name] = args[name][own]
     one["cu"] = args["cu"].new_tensor([0, end - start])
-    one["max_new"] = end - start
+    if "max_new" in one:
+        one["max_new"] = end - start
     if "max_length" in one:
         one["max_length"] = int(args["lengths"][index])
     if one.get("noise") is not None:
