@@ -158,7 +158,8 @@ def share_expert(
     if down_scale is not None:
         check_scale(down_scale, "down_scale")
     D = down.shape[0]
-    tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, F=F, D=D, S=down.element_size())
+    groups = {"G": router_groups, "TG": top_groups}
+    tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, **groups, F=F, D=D, S=down.element_size())
     row, n = int(tile["ROW"]), int(tile["BLOCK_N"])
     ids = torch.empty((T, top_k), dtype=torch.int32, device=hidden.device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=hidden.device)
