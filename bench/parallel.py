@@ -6,6 +6,9 @@ gain stands beside them. `ms in sums` is what rank 0 spends in kernels that add 
 its waiting for the others included.
 """
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -17,6 +20,7 @@ from bench.models import Layers, Model, Quant, Setup, StateDtype, Synthetic, fac
 from bench.ranks import HEAD, Ranks, Work, gate, line, measure
 from bench.rows import Row
 from nemotriton.autotune.ceilings import Ceilings
+from nemotriton.autotune.provenance import commit
 from nemotriton.autotune.trial import Facts
 from nemotriton.device import info
 
@@ -29,6 +33,20 @@ def facts_of(device: str | None, rate: float | None) -> Facts:
         return facts_here(rate)
     speed = 1e3 * (rate or 0.01)
     return Facts(info("cpu"), "", Ceilings(speed, speed, 0.0, 0.0))
+
+
+def judge(setup: Setup, ranks: Ranks, kept: Path | None) -> dict[str, float]:
+    """What the gate says of these widths at this commit, or said before in the file `kept`."""
+    key = [setup.model, setup.quant, ranks.tp, ranks.ep, *commit()]
+    lines = kept.read_text().splitlines() if kept is not None and kept.exists() else []
+    for entry in map(json.loads, lines):
+        if entry["of"] == key:
+            return dict(entry["said"])
+    said = gate(setup, ranks)
+    if kept is not None:
+        with kept.open("a") as file:
+            file.write(json.dumps({"of": key, "said": said}) + "\n")
+    return said
 
 
 def ratio(before: list[Row], row: Row) -> str:
@@ -68,9 +86,13 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps behind each number.")] = 30,
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "",
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
+    repeat: Annotated[int, typer.Option(help="Prompts of each length.")] = 2,
     state_dtype: StateDtype = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu.")] = None,
     rate: Annotated[float | None, typer.Option(help="TB/s of one; default: measured.")] = None,
+    gates: Annotated[
+        Path | None, typer.Option(help="Where gates that have been passed are kept, by commit.")
+    ] = None,
     out: Out = None,
 ) -> None:
     """The gate, then decode steps and prompts of whole models on so many ranks."""
@@ -79,13 +101,12 @@ def main(
     setup = Setup(model, quant, layers, state_dtype=state_dtype, device=device)
     ranks = Ranks(tp, ep)
     facts = facts_of(device, rate)
-    judged = gate(setup, ranks)
+    judged = judge(setup, ranks, gates)
     print(f"gate, {ranks}: {judged}\n", flush=True)
     batches = tuple(numbers(batch)) if batch else ()
     prompts = tuple(numbers(tokens)) if tokens else ()
-    work = Work(setup, ranks, batches, context, drafts, prompts, piece, steps)
-    alone = [Work(setup, Ranks(), batches, context, drafts, prompts, piece, steps)]
-    table([*(alone if one else []), work], facts, judged, out)
+    work = Work(setup, ranks, batches, context, drafts, prompts, piece, steps, repeat)
+    table([*([replace(work, ranks=Ranks())] if one else []), work], facts, judged, out)
 
 
 if __name__ == "__main__":

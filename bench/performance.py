@@ -1,9 +1,11 @@
 """The tables of whole-model figures: floor, reached, asked for, and the best other figure known.
 
     <!-- figures: all -->               or areas: decode, drafts, prompt, load, transformers, start
+    <!-- figures: short -->             the most telling ones, as far as they are measured
     <!-- figures: layers decode 1 -->   by kind of layer, of a step of so many sequences
     <!-- figures: layers prefill 8192 -->
     <!-- figures: predictions -->       `bench.model`, for GPUs that were not there
+    <!-- figures: commands -->          what measured the figures
     (the table)
     <!-- end of figures -->
 
@@ -193,9 +195,18 @@ def figures() -> list[Figure]:
     return [*decoding(), *prompts(), *loads(), *beside_transformers(), *starts()]
 
 
+def short(found: Sequence[Row]) -> list[Figure]:
+    """Those of a front page that are measured: steps, prompts, long loads, transformers."""
+    left_out = (262144, "1,024 in", "waits for", "launches a", "first start")
+    wanted = [f for f in figures() if not any(str(x) in f"{f.tokens} {f.name}" for x in left_out)]
+    return [f for f in wanted if f.row(found) is not None]
+
+
 def table(areas: str, found: Sequence[Row]) -> str:
     """The figures of these areas, then when and by which commands their rows were measured."""
     wanted = [f for f in figures() if areas == "all" or f.area in areas.split(", ")]
+    if areas == "short":
+        wanted = short(found)
     require(bool(wanted), f"no figure is in {areas!r}", BenchError)
     lines = [HEAD, *(f.line(found) for f in wanted)]
     used = [row for f in wanted if (row := f.row(found)) is not None]
@@ -250,6 +261,8 @@ def block(what: str, found: Sequence[Row]) -> str:
     """The table that a marker asks for."""
     if what == "predictions":
         return predictions(found)
+    if what == "commands":
+        return "".join(f"\n    {line}" for line in commands(found)) + "\n\n"
     if what.startswith("layers "):
         _, suite, tokens = what.split()
         return by_layer(suite, int(tokens), found)

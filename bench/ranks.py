@@ -127,7 +127,7 @@ def in_sums(llm: LLM) -> tuple[int | None, float | None]:
     spans = steps.traced(llm.step, llm.device)
     if spans is None:
         return None, None
-    shared = ("nccl", "all_reduce", "one_shot")
+    shared = ("nccl", "all_reduce", "one_shot", "sum_add")
     return len(spans), sum(s.end - s.start for s in spans if any(n in s.name for n in shared))
 
 

@@ -1,43 +1,61 @@
 """`python -m bench.sums --ranks 2`: microseconds of one sum over the ranks in a decode step.
 
-Sums of the sizes of so many rows of a model, back to back in a CUDA graph, by NCCL and by the
-kernel for small parts (`model.sums`); both are right before they are timed.
+Sums of the sizes of so many rows of a model, back to back in a CUDA graph: by NCCL, by the kernel
+for small parts, by that with the residual add and norm behind it, and by the kernel that does all
+three (`model.sums`). All are right before they are timed.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
+from bench import rows
 from bench.cli import application, need_gpu, run
+from bench.rows import BenchError
 from nemotriton import LLM
 from nemotriton.errors import require
+from nemotriton.kernels import add_rms_norm
+from nemotriton.model.parallel import Shard
 
 app = application(__doc__)
 EACH = 40  # sums in a graph
 REPEATS = 20
+COLUMNS = ("NCCL", "small", "small and norm", "fused")
+
+Line = tuple[int, list[float | None]]
 
 
-def times(llm: LLM, width: int, counts: list[int]) -> list[tuple[int, float, float | None]]:
-    """(rows, microseconds by NCCL, by the small kernel) on every rank."""
+def times(llm: LLM, width: int, counts: list[int]) -> list[Line]:
+    """(rows, microseconds by `COLUMNS`, None where a way does not take so many) on every rank."""
     assert llm._team is not None
     shard, found = llm._team.shard, []
     for count in counts:
         part = torch.full((count, width), 1.0 + shard.rank, device=llm.device, dtype=llm.dtype)
-        nccl = _time(lambda p=part: dist.all_reduce(p), llm.device)  # type: ignore[misc]
-        small = None
-        if shard.sums is not None and shard.sums.takes(part):
-            part.fill_(1.0 + shard.rank)
-            wanted = shard.ranks * (shard.ranks + 1) / 2
-            right = bool((shard.sums.add(part) == wanted).all())
-            require(right, f"a sum of {count} rows is wrong: not measured")
-            small = _time(lambda p=part: shard.sums.add(p), llm.device)  # type: ignore[misc, union-attr]
-        found.append((count, nccl, small))
+        found.append((count, [_time(w, llm.device) if w else None for w in _ways(shard, part)]))
     return found
 
 
-def _time(work, device: torch.device) -> float:  # type: ignore[no-untyped-def]
+def _ways(shard: Shard, part: torch.Tensor) -> list[Callable[[], object] | None]:
+    ranks, sums = shard.ranks, shard.sums
+    weight, stream = torch.ones_like(part[0]), torch.zeros_like(part)
+    wanted = add_rms_norm(torch.full_like(part, ranks * (ranks + 1) / 2), stream, weight)
+    ways: list[Callable[[], object] | None] = [lambda: dist.all_reduce(part), None, None, None]
+    if sums is not None and sums.takes(part):
+        require(torch.equal(sums.add(part), wanted[1]), "a small sum is wrong", BenchError)
+        ways[1] = lambda: sums.add(part)
+        ways[2] = lambda: add_rms_norm(sums.add(part), stream, weight)
+    if sums is not None and sums.takes_rows(part):
+        for _ in range(3):
+            got = sums.add_norm(part, stream, weight, 1e-5)
+            require(torch.equal(got[1], wanted[1]), "a fused sum is wrong", BenchError)
+        ways[3] = lambda: sums.add_norm(part, stream, weight, 1e-5)
+    return ways
+
+
+def _time(work: Callable[[], object], device: torch.device) -> float:
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         work()
@@ -66,11 +84,11 @@ def main(
     need_gpu()
     small = {"max_context": 64, "max_requests": 1, "graphs": False}
     with LLM.synthetic("tiny", tp=ranks, **small) as llm:  # type: ignore[arg-type]
-        found = llm.everywhere(times, width, [1, 4, 16, 64, 256, 1024, 8192])
-    print("| rows | KiB | NCCL us | small us |\n|--:|--:|--:|--:|")
-    for count, nccl, own in found:
-        shown = "" if own is None else f"{own:.1f}"
-        print(f"| {count} | {count * width * 2 / 1024:.0f} | {nccl:.1f} | {shown} |")
+        found = llm.everywhere(times, width, [1, 4, 16, 64, 128, 1024, 8192])
+    print(f"| rows | KiB | {' us | '.join(COLUMNS)} us |\n|--:|--:|" + "--:|" * len(COLUMNS))
+    for count, each in found:
+        shown = " | ".join(rows.number(us, ".1f") for us in each)
+        print(f"| {count} | {count * width * 2 / 1024:.0f} | {shown} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ from nemotriton.engine.batch import Batch, Span
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
-from nemotriton.engine.graphs import Capture
+from nemotriton.engine.graphs import Capture, Flight
 from nemotriton.engine.outputs import Group
 from nemotriton.engine.pool import Pool
-from nemotriton.engine.request import Piece, State, Step
+from nemotriton.engine.request import Piece, Request, State, Step
 from nemotriton.engine.runner import Runner
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.engine.scheduler import Scheduler
@@ -335,17 +335,32 @@ class PoisonRunner(Runner):
         pieces = [p for p in (*step.decode, *step.prefill) if p.request.id not in restored]
         live = [r for r in self.scheduler.running if r.id not in restored]
         assert {p.request.id for p in pieces} <= {r.id for r in live}
+        self.poison({r: r.computed for r in live})
+        return super().run(Step([], step.restores, step.decode, step.prefill))
+
+    def launch(self, step: Step, behind: Flight | None = None) -> Flight | None:
+        if self.steps is None or step.saves or step.restores or step.prefill:
+            return None
+        computed = {r: r.computed for r in self.scheduler.running}
+        if behind is not None:  # what it brought is on the device, and not yet in the books
+            last = self.steps.memory.last.tolist() if behind.shape.drafts else [0] * len(computed)
+            for p, more in zip(behind.pieces, last):
+                computed[p.request] += more + 1
+        self.poison(computed)
+        return super().launch(step, behind)
+
+    def poison(self, computed: dict[Request, int]) -> None:
+        """NaN in all but what so many tokens of each request have left."""
         if self.caches.kv is not None:
             kept = torch.zeros(self.caches.kv.k.shape[1:3], dtype=torch.bool)
-            for r in live:
-                for i in range(r.computed):
+            for r, count in computed.items():
+                for i in range(count):
                     kept[r.pages[i // self.page_size], i % self.page_size] = True
             for cache in (self.caches.kv.k, self.caches.kv.v):
                 cache[:, ~kept] = float("nan")
-        mamba = self.caches.mamba
-        if mamba is not None:
+        if (mamba := self.caches.mamba) is not None:
             slots = torch.ones(mamba.conv.shape[1], dtype=torch.bool)
-            slots[[r.slot for r in live if r.computed]] = False
+            slots[[r.slot for r, count in computed.items() if count]] = False
             mamba.conv[:, slots] = float("nan")
             cells = torch.arange(len(slots)) * mamba.lanes + mamba.cursor.cpu()
             cold = torch.ones(mamba.ssm.shape[1], dtype=torch.bool)
@@ -355,7 +370,6 @@ class PoisonRunner(Runner):
                 mamba.conv_lanes.fill_(float("nan"))
             if isinstance(mamba, replay.ReplayStates):
                 poison_rings(mamba, slots)
-        return super().run(Step([], step.restores, step.decode, step.prefill))
 
     scheduler: Scheduler
 

@@ -114,6 +114,60 @@ def check(found: Sequence[Trace], want: Sequence[Trace], wanted: Sequence[Wish])
     assert not wrong, f"{len(wrong)} of {len(found)} differ: " + "; ".join(wrong[:8])
 
 
+def prefill_against_decode(llm: LLM, count: int, tokens: int) -> list[float]:
+    """Of each of `count` prompts, digits and repeated symbols among them: the largest difference
+    between the logprobs with which its answer was decoded, and those that prompt and answer get as
+    one prompt."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(1, 90))] for _ in range(count)]
+    prompts[1::4] = [[48 + n % 10 for n in range(len(p))] for p in prompts[1::4]]
+    prompts[2::4] = [[p[0]] * len(p) for p in prompts[2::4]]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    scoring = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    answers = [o.outputs[0] for o in llm.generate(prompts, params)]
+    whole = [[*p, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
+    found = []
+    for scored, prompt, answer in zip(llm.generate(whole, scoring), prompts, answers, strict=True):
+        assert answer.logprobs is not None
+        assert scored.prompt_logprobs is not None
+        pairs = zip(answer.token_ids, answer.logprobs, scored.prompt_logprobs[len(prompt) :])
+        differences = [abs(a[t].logprob - b[t].logprob) for t, a, b in pairs if b is not None]
+        assert len(differences) == tokens
+        found.append(max(differences))
+    return found
+
+
+def path_alone(args: dict[str, Any], s: int, i: int) -> dict[str, Any]:
+    """Of a call of `attend_decode` with a tree: token i of sequence s as the last one of a context
+    that consists of its way from the root."""
+    cu, lengths, parents = (args[name].tolist() for name in ("cu", "lengths", "parents"))
+    pages, page = args["pages"][s : s + 1], args["k_cache"].shape[1]
+    context = lengths[s] - (cu[s + 1] - cu[s])
+    path, at = [], i
+    while at >= 0:
+        path.insert(0, at)
+        at = parents[cu[s] + at]
+    caches = []
+    for cache in (args["k_cache"], args["v_cache"]):
+        moved = cache.clone()
+        for depth, row in enumerate(path):
+            (a, x), (b, y) = divmod(context + depth, page), divmod(context + row, page)
+            moved[pages[0, a], x] = cache[pages[0, b], y]
+        caches.append(moved)
+    length = context + len(path)
+    return args | {
+        "q": args["q"][cu[s] + i : cu[s] + i + 1].clone(),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "pages": pages,
+        "cu": args["cu"].new_tensor([0, 1]),
+        "lengths": args["lengths"].new_tensor([length]),
+        "max_new": 1,
+        "max_length": length,
+        "parents": None,
+    }
+
+
 def chance(llm: LLM, want: Sequence[Trace], seed: int, stub: bool = True) -> Callable[[int], None]:
     """For `before`: a random number of drafts a step; pages come and go, so that requests are
     preempted. stub: most drafts are right up to a random depth."""

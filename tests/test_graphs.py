@@ -60,7 +60,7 @@ class Trash(Direct):
         steps.inputs._arena._device.fill_(0x55)
         if self.engine._ahead is None:  # which may be what the step after that starts from
             steps.memory.found.fill_(10**12)
-        steps.memory.last.fill_(77)
+            steps.memory.last.fill_(77)
         owned = len(steps._starting)
         if steps.memory.start.numel():
             steps.memory.start[owned:] = float("nan")
@@ -208,9 +208,9 @@ def test_all_is_recorded_before_the_first_request_and_nothing_after() -> None:
     steps.warm(lambda done, total, what: calls.append((done, total, what)))
     assert [c[:2] for c in calls] == [(i + 1, 12) for i in range(12)], "4 rungs, 0 .. 2 drafts"
     assert (calls[0][2], calls[-1][2]) == ("5 x 3", "1 x 1"), "the largest first"
-    assert capture.recorded == 4 * (2 + 4 + 4)
+    assert capture.recorded == 4 * (2 + 5 + 5)
     served(engine, [(5, GREEDY), (9, WARM)])
-    assert capture.recorded == 4 * (2 + 4 + 4)
+    assert capture.recorded == 4 * (2 + 5 + 5)
     assert capture.replayed > 0
     report = steps.report()
     assert (report["compiled_since"], report["tiles_looked_up_since"]) == (0, 0)

@@ -127,3 +127,12 @@ def test_only_whole_chunks_of_an_earlier_prompt_are_gone_on_from() -> None:
         for n in (40, 64):
             llm.generate([[7] * n], SamplingParams(max_tokens=1, temperature=0))
         assert [len(p.ids) for p in llm.engine.prefixes._kept.values()] == [64]
+
+
+@pytest.mark.parametrize(("dtype", "typical"), [("float32", 1e-5), ("bfloat16", 0.1)])
+def test_prompts_and_answers_are_scored_alike(dtype: str, typical: float) -> None:
+    """Prefill and decode sum in different orders: logprobs differ, but of no sequence by much."""
+    with LLM.synthetic("tiny", max_requests=4, dtype=dtype, **SIZES) as llm:
+        found = sorted(schedules.prefill_against_decode(llm, count=8, tokens=6))
+    assert found[len(found) // 2] < typical
+    assert found[-1] < 6 * max(found[len(found) // 2], typical / 10), found

@@ -12,7 +12,12 @@ from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected, matrices
 from nemotriton.model.formats import Algorithm, Format, QuantScheme
 from nemotriton.model.layers import Experts, Linear
-from nemotriton.model.packing import forced_packing, packs_for_hopper, padding_bytes
+from nemotriton.model.packing import (
+    forced_packing,
+    packs_for_hopper,
+    padding_bytes,
+    tiles_for_blackwell,
+)
 from nemotriton.model.release_schemes import release_scheme
 from nemotriton.model.synth import write_checkpoint
 from tests import harness
@@ -67,6 +72,9 @@ def test_what_padding_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extra("nano-30b", act_quant=True) == 0
     capability(monkeypatch, 10, 0)
     assert extra("nano-30b") == 0
+    # scales: of up [1856, 2688] and of in_proj the last tile is half empty, those of down fit
+    halves = layers * experts + len(nano.mamba_layers) - len(bf16)
+    assert extra("nano-30b", act_quant=True) == halves * 64 * 2688 // 16
 
 
 def logits(path: Path, packed: bool, **more: object) -> tuple[torch.Tensor, list[Experts], str]:
@@ -103,6 +111,39 @@ def test_quantised_activations_and_other_dtypes_stay_as_they_are(tmp_path: Path)
         assert layers
         assert not any(layer.packed for layer in layers)
         assert "repacked" not in notes
+
+
+@pytest.mark.parametrize("flavour", ["super-mixed", "all nvfp4"])
+def test_quantised_activations_on_blackwell_take_scales_in_tiles(
+    flavour: str, tmp_path: Path
+) -> None:
+    """On the twins, which bring the scales back into rows: the same bits."""
+    FLAVOURS[flavour](tmp_path / "m")
+    want, layers, notes = logits(tmp_path / "m", False, act_quant=True)
+    assert not any(layer.tiled for layer in layers)
+    assert "w4a4, emulated" in notes
+    with forced_packing(True), LLM(tmp_path / "m", **LIMITS, act_quant=True) as llm:
+        model, notes = llm.runner.model, "\n".join(llm.notes)
+        found, _ = harness.run(model, IDS, [39, -1])
+    assert torch.equal(found, want)
+    assert "codes multiplied by codes" in notes
+    tiled = [m for m in model.modules() if isinstance(m, Linear | Experts) and m.tiled]
+    assert any(isinstance(m, Experts) for m in tiled)
+    assert any(isinstance(m, Linear) for m in tiled) == (flavour == "all nvfp4")
+    for m in tiled:
+        names = {name.rpartition(".")[2] for name, _ in m.named_parameters()}
+        assert "scale_tiles" in names
+        assert "weight_scale" not in names
+
+
+def test_scales_go_to_tiles_on_blackwell_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability(monkeypatch, 10, 3)
+    assert tiles_for_blackwell(BF16, CUDA)
+    assert not tiles_for_blackwell(torch.float32, CUDA), "w4a4 is emulated in fp32"
+    assert not tiles_for_blackwell(BF16, CPU)
+    for other in ((9, 0), (12, 0)):
+        capability(monkeypatch, *other)
+        assert not tiles_for_blackwell(BF16, CUDA)
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.NVFP4, Algorithm.FP8])

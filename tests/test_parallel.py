@@ -63,8 +63,15 @@ def one() -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
+def groups() -> list[LLM]:
+    """Those that have ranks; a process is in one group at a time."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def two(groups: list[LLM]) -> Iterator[LLM]:
     with opened(tp=2, drafts=2) as llm:
+        groups.append(llm)
         yield llm
 
 
@@ -83,7 +90,9 @@ def loaded(path: Path, tp: int = 1, ep: int = 1) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def four(checkpoint: Path) -> Iterator[LLM]:
+def four(checkpoint: Path, groups: list[LLM]) -> Iterator[LLM]:
+    for group in groups:
+        group.close()
     with loaded(checkpoint, tp=2, ep=2) as llm:
         yield llm
 
@@ -208,7 +217,7 @@ def test_another_file_on_one_rank_ends_the_run(two: LLM) -> None:
         two.everywhere(rank_checks.disagree)
     with pytest.raises(RankError, match="rank 1: the mark"):
         two.generate(PROMPTS, GREEDY)
-    gone(two, pids)  # and a process has one group at a time
+    gone(two, pids)
 
 
 def test_a_checkpoint_on_four_ranks(checkpoint: Path, four: LLM) -> None:

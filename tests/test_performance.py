@@ -42,6 +42,9 @@ def test_a_figure_is_its_latest_row() -> None:
     assert lines[-1] == "Synthetic weights. One NVIDIA H200, 2026-11-30, commit abcdef0."
     assert {x.count("|") for x in lines if x.startswith("|")} == {7}
     assert performance.commands(found) == ["measure 1", "measure 16", "measure 64"]
+    told = performance.table("short", found)
+    assert told.count("| a step") == 3
+    assert "not measured" not in told
     with pytest.raises(BenchError, match="no figure is in 'nothing'"):
         performance.table("nothing", found)
 

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.forced import Forced
 from nemotriton import LLM, SamplingParams
+from nemotriton.engine import replay
+from nemotriton.engine.depth import Depth
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.engine import Engine
 from nemotriton.engine.graphs import Direct, Flight
@@ -112,13 +115,80 @@ def test_what_a_token_decides_is_waited_for() -> None:
         assert started, "once the plain one is alone it runs ahead"
 
 
-def test_drafts_are_never_run_ahead() -> None:
-    sizes: dict[str, Any] = {"requests": 3, "shape": DraftShape.chain(2)}
-    ahead = engine(True, **sizes)
-    started = watched(ahead)
-    work = [(5, GREEDY), (9, WARM)]
-    assert served(ahead, work) == served(engine(False, **sizes), work)
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("rollback", ["lanes", "replay"])
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_drafts(drafts: int, rollback: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is always right and acceptance is cut short at random: tokens stay as they are.
+
+    Whatever of a step was not accepted is NaN before the next one, of states, rings and K/V."""
+    monkeypatch.setattr(replay, "REPLAY_INTERVAL", 8)
+    work = [
+        (n, replace(params, max_tokens=20 + 9 * i))
+        for i, (n, params) in enumerate([(10, GREEDY), (3, WARM), (17, GREEDY), (6, WARM)])
+    ]
+    plain = [ids for ids, _, _ in served(engine(False), work)]
+    forced = Forced(3, drafts, "cpu")
+    forced.at_rate(share)
+    sizes: dict[str, Any] = {"requests": 3, "shape": DraftShape.chain(drafts), "pages": 48}
+    with forced.installed():
+        made = engine(True, rollback=rollback, slots=3, **sizes)
+        started = watched(made)
+        found = served(made, work)
+    assert [ids for ids, _, _ in found] == plain
+    assert len(started) > 4
+    assert all(p.count == drafts + 1 for s in started for p in s.decode)
+    accepted, verified = made.draft_meter.accepted, made.draft_meter.verified
+    assert verified
+    assert (accepted == 0, accepted == verified) == (share == 0, share == 1)
+
+
+def test_drafts_beside_ends_cancellations_and_few_pages() -> None:
+    ends = [t for t in range(VOCAB) if t % 16 == 1]
+    stopping = replace(GREEDY, max_tokens=60, stop_token_ids=ends)
+    lengths = [10, 8, 1, 12, 6, 30, 9]
+    alone = [ids_of(group_of(engine(False), n, stopping)) for n in lengths]
+    forced = Forced(4, 2, "cpu")
+    forced.at_rate(0.7)
+    with forced.installed():
+        made = engine(True, requests=4, shape=DraftShape.chain(2), pages=26, slots=4)
+        started = watched(made)
+        groups = []
+        for n in lengths:
+            groups.append(submit(made, prompt_of(n), stopping))
+            for _ in range(3):
+                made.step()
+        made.cancel(groups[-1].id)
+        finish(made)
+    clean(made)
+    assert [ids_of(g) for g in groups[:-1]] == alone[:-1]
+    cut = ids_of(groups[-1])
+    assert cut == alone[-1][: len(cut)]
+    assert started
+
+
+def test_trees_and_a_changing_number_of_drafts_are_not_run_ahead() -> None:
+    made = engine(True, requests=2, shape=DraftShape.parse("0,0,1"))
+    started = watched(made)
+    assert ids_of(group_of(made, 9)) == ids_of(group_of(engine(False), 9))
     assert not started
+    made = engine(True, requests=2, shape=DraftShape.chain(2))
+    made.depth = Depth(DraftShape.chain(2))
+    started = watched(made)
+    depths: list[int] = []
+    book = made.depth.book
+
+    def booked(requests: int, accepted: Sequence[int], seconds: float | None) -> None:
+        assert made.depth is not None
+        depths.append(made.depth.current)
+        book(requests, accepted, seconds)
+
+    made.depth.book = booked  # type: ignore[method-assign]
+    long = replace(GREEDY, max_tokens=110)
+    assert ids_of(group_of(made, 9, long)) == ids_of(group_of(engine(False), 9, long))
+    assert {*depths} >= {0, 2}, "both are looked at"
+    assert started
+    assert made.draft_meter.accepted == made.draft_meter.verified > 0
 
 
 @pytest.mark.parametrize("at", range(1, 7))
@@ -138,8 +208,8 @@ def test_cancelled_between_any_two_steps(at: int) -> None:
     clean(made)
 
 
-def group_of(made: Engine, n: int) -> Group:
-    group = submit(made, prompt_of(n), GREEDY)
+def group_of(made: Engine, n: int, params: SamplingParams = GREEDY) -> Group:
+    group = submit(made, prompt_of(n), params)
     finish(made)
     return group
 
@@ -177,9 +247,9 @@ def test_the_device_need_not_wait_for_the_host() -> None:
         order.append(f"start {step.decode[0].start if step.decode else 'prompt'}")
         return launch(step, behind)
 
-    def taken(flight: Flight) -> Any:
-        order.append(f"read {flight.pieces[0].start}")
-        return read(flight)
+    def taken(step: Step, flight: Flight) -> Any:
+        order.append(f"read {step.decode[0].start}")
+        return read(step, flight)
 
     made.runner.launch, made.runner.read = launched, taken  # type: ignore[method-assign]
     submit(made, prompt_of(4), replace(GREEDY, max_tokens=5))
@@ -223,7 +293,7 @@ def test_no_step_ahead_of_what_decides_it() -> None:
     assert made.ahead(prompt) is None
     assert made.ahead(Step(decode=step.decode[:1])) is None, "somebody joined"
     made.drafts = 1
-    assert made.ahead(step) is None
+    assert made.ahead(step) is None, "this one had none"
     made.drafts = 0
     assert made.ahead(step) is not None
     made.finish(made.running[1], "abort")

@@ -1,16 +1,20 @@
 """`python -m nemotriton.autotune`: how the kernels are made fast, and known to compile."""
 
+import contextlib
+import itertools
 import json
 import logging
 import os
 import sys
 import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nemotriton.autotune import commands
+from nemotriton.autotune.seed import seed_command
 from nemotriton.errors import NemotritonError
 
 app = typer.Typer(
@@ -37,6 +41,7 @@ def compile_command(
     tiles: Annotated[str, typer.Option(help="'default' or 'all' of the search space.")] = "default",
     jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write JSON rows here.")] = None,
 ) -> None:
     """Compile kernels with no GPU: registers, spills, memory, tensor-core instructions.
 
@@ -57,11 +62,15 @@ def compile_command(
         tiles == "all",
     )
     bad = count = 0
-    for rows in offline.run(todo, jobs):
-        for row in rows:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(out.open("w")) if out is not None else None
+        for row in itertools.chain.from_iterable(offline.run(todo, jobs)):
             count += 1
             bad += bool(row.faults)
-            print(json.dumps(_as_dict(row)) if as_json else _as_text(row), flush=True)
+            line = json.dumps(_as_dict(row))
+            print(line if as_json else _as_text(row), flush=True)
+            if file is not None:
+                print(line, file=file, flush=True)
     print(f"{count} kernels compiled, {bad} faults", file=sys.stderr)
     raise typer.Exit(1 if bad or not count else 0)
 
@@ -104,6 +113,7 @@ app.command("sweep")(commands.sweep_command)
 app.command("show")(commands.show_command)
 app.command("check")(commands.check_command)
 app.command("merge")(commands.merge_command)
+app.command("seed")(seed_command)
 
 
 def run() -> None:

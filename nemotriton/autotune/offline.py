@@ -126,6 +126,9 @@ def faults(job: Job, found: Resources, kernel: str = "") -> tuple[str, ...]:
         wrong.append(f"{found.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_LIMIT}")
     if found.hazards:
         wrong.append(f"{found.hazards} wgmma register hazards")
+    native = SPECS[job.op].native.get(kernel, "")
+    if not any(native in name for name in found.tensor_ops or ("",)):
+        wrong.append(f"no {native} among its tensor-core instructions")
     if job.default and found.spills and kernel not in SPECS[job.op].may_spill:
         wrong.append(f"the default tile spills {found.spills} bytes")
     return tuple(wrong)

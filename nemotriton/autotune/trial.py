@@ -128,7 +128,7 @@ class TileRunner:
             verdict = gate.verdict(tile)
             if not verdict.ok:
                 return Trial(None, f"parity at {gate.tokens} tokens: {verdict.detail}")
-            timed = race([self.watch.single(self._calls(tile))], samples=5, warm_up=0)
+            timed = race([self.watch.single(self._calls(tile))], samples=3, warm_up=0)
         except Exception as error:  # a compiler pass may raise anything: it is this tile's result
             return Trial(None, self._reason(error))
         return Trial(timed[0].us)
@@ -150,7 +150,8 @@ class TileRunner:
 
     def race(self, point: Point, tiles: Sequence[Tile | None]) -> list[Timing]:
         self._enter(point)
-        return race([self.watch.capture(self._calls(tile), self._repeat) for tile in tiles])
+        replays = [self.watch.capture(self._calls(tile), self._repeat) for tile in tiles]
+        return race(replays, samples=9, warm_up=32)
 
     def close(self) -> None:
         self._at, self._gate, self._sets = None, None, []

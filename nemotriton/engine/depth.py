@@ -73,6 +73,10 @@ class Depth:
             self.current = self.options[-1]
         return self.current
 
+    def stays(self, requests: int) -> bool:
+        """Whether `next` says the same again behind the step at hand, whatever that brings."""
+        return not self.adaptive or self._load(requests).left > 1
+
     def book(self, requests: int, accepted: Sequence[int], seconds: float | None) -> None:
         """What the step brought: accepted drafts of each request that had as many as `next` said.
 

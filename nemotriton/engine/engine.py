@@ -312,19 +312,20 @@ class Engine:
             return
         start = time.perf_counter()
         decoding = sum(r.state is State.DECODE for r in self.scheduler.running)
+        if self._ahead is not None:
+            decoding = len(self._ahead[0].decode)
         if self.depth is not None and self._ahead is None:
             self.scheduler.drafts = self.depth.next(decoding)
         if self.lead is not None:
             self.lead.tick(self.scheduler.drafts)
         step, results = Step(), []
         try:
-            step, flight = self._ahead or self._next()
-            self._ahead = None
+            step, flight = self._started() or self._next()
             if flight is None:
                 results = self.runner.run(step)
             else:
                 self._run_ahead(step, flight)
-                results = self.runner.read(flight)
+                results = self.runner.read(step, flight)
         except BaseException as problem:
             self._ahead = None
             self._abort(step)
@@ -353,17 +354,30 @@ class Engine:
         and book its tokens; not where they may decide what that step is."""
         if not self.run_ahead or not all(is_foreseen(p.request) for p in step.decode):
             return
-        planned = self.scheduler.ahead(step) if self.runner.drafter is None else None
+        if self.runner.drafter is not None and self.lead is not None:
+            return  # the number of drafts hangs on a clock, which other ranks do not see
+        if self.depth is not None and not self.depth.stays(len(step.decode)):
+            return
+        planned = self.scheduler.ahead(step)
         if planned is not None:
+            self.draft_meter.propose(planned)
             following = self.runner.launch(planned, behind=flight)
             self._ahead = None if following is None else (planned, following)
+
+    def _started(self) -> tuple[Step, Flight] | None:
+        """The step that was started ahead, now that it is known where its pieces start."""
+        if self._ahead is None:
+            return None
+        (step, flight), self._ahead = self._ahead, None
+        pieces = [Piece(p.request, p.request.computed, p.count) for p in step.decode]
+        return Step(decode=pieces), flight
 
     def settle(self) -> None:
         """Wait for a step that was started and forget it; nothing that runs may be in it."""
         if self._ahead is not None:
             if self.lead is not None:
                 self.lead.settle()
-            self.runner.read(self._ahead[1])
+            self.runner.read(*self._ahead)
             self._ahead = None
 
     def _book_drafts(
@@ -384,8 +398,6 @@ class Engine:
     def _book(self, piece: Piece, tokens: list[int] | None) -> int:
         """As `_take`; a fault in one request's text or grammar ends that request alone."""
         request = piece.request
-        if request.state is State.DONE:  # it ended while this step ran
-            return 0
         try:
             if request.fault is not None:
                 raise request.fault

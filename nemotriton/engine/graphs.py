@@ -206,6 +206,7 @@ class DecodeSteps:
         self.bytes = 0
         self.problem: str | None = None
         self._parts: dict[StepShape, list[Part]] = {}
+        self._carries: dict[StepShape, Replay] = {}  # before parts that start ahead
         self._starting: list[Request] = []  # whose `hidden` is in memory.start
         self._compiled = self._tiles = 0
 
@@ -249,14 +250,20 @@ class DecodeSteps:
         if shape.keys == self.keys[-1]:  # other limits launch the same kernels
             self._launch(step)
         free = self._free()
+        carry = self._carry(shape)  # a single launch where there are no drafts
+        self._carries[shape] = self.capture.record(carry) if shape.drafts else carry
         self._parts[shape] = [(name, self.capture.record(work)) for name, work in step.parts()]
         self.bytes += max(free - self._free(), 0)
 
     def _launch(self, step: StaticStep) -> None:
         """Run a step of pads, so that all it needs is compiled, loaded and made."""
         self.inputs.clear(step.shape)
+        self._carry(step.shape)()
         for _, work in step.parts():
             work()
+
+    def _carry(self, shape: StepShape) -> Replay:
+        return lambda: self.inputs.carry(shape, self.memory.found, self.memory.last)
 
     def _step(self, shape: StepShape) -> StaticStep:
         where = (self.inputs, self.memory, self.device)
@@ -275,6 +282,7 @@ class DecodeSteps:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self._parts = {shape: self._step(shape).parts() for shape in shapes}
+        self._carries = {shape: self._carry(shape) for shape in shapes}
 
     def _free(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
@@ -318,8 +326,8 @@ class DecodeSteps:
     def launch(
         self, step: Step, shape: StepShape, clock: Clock, behind: Flight | None = None
     ) -> Flight:
-        """Start a step. behind: the step before it, of the same requests without drafts, where its
-        tokens have not been read: they stay on the device."""
+        """Start a step. behind: the step before it, of the same requests with as many drafts, where
+        its tokens have not been read: they stay on the device."""
         pieces = step.decode
         requests = [p.request for p in pieces]
         if self.drafter is not None and requests != self._starting:
@@ -327,7 +335,9 @@ class DecodeSteps:
         depths = [0]
         if self.drafter is not None:
             depths = [self.drafter.shape.depth(d) for d in range(shape.each)]
-        self.inputs.fill(pieces, shape, depths, None if behind is None else self.memory.found)
+        self.inputs.fill(pieces, shape, depths, ahead=behind is not None)
+        if behind is not None:
+            self._carries[shape]()
         parts = self._parts[shape]
         plain = shape.drafts > 0 or all(is_plain(r) for r in requests)
         for name, replay in parts:

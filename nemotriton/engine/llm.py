@@ -185,6 +185,7 @@ class LLM:
             self.close()
             raise
         if team is not None and not team.leads:
+            self._engine = None
             team.leave(0)
 
     def _open(self, work: Work, progress: Progress | None, recording: Progress | None) -> None:
@@ -372,6 +373,7 @@ class LLM:
                 with contextlib.suppress(RankError), self._guard():
                     engine.settle()
         finally:
+            engine = None
             if self._team is not None:
                 self._team.close(Stop())
         if torch.cuda.is_available():

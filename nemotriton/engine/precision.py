@@ -27,6 +27,7 @@ from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
 from nemotriton.model.formats import Algorithm, QuantScheme
 from nemotriton.model.layers import Experts, Linear, Matrix
+from nemotriton.model.packing import tiles_for_blackwell
 
 KV_DTYPES = ("auto", "bf16", "fp8")
 Dtype = str | torch.dtype | None
@@ -154,7 +155,9 @@ def weight_notes(
     if act_quant:
         how[Algorithm.FP8] = "run as w8a8: activations are rounded to FP8 by their input scales"
         how[Algorithm.NVFP4] = (
-            f"run as w4a4, emulated: activations are rounded to NVFP4 and multiplied as "
+            "run as w4a4: activations are rounded to NVFP4, and codes multiplied by codes"
+            if tiles_for_blackwell(dtype, device)
+            else f"run as w4a4, emulated: activations are rounded to NVFP4 and multiplied as "
             f"{_name(dtype)}"
         )
     if not has_e4m3(device):

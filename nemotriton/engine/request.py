@@ -29,8 +29,8 @@ class Request:
     `computed` tokens of `prompt + output` have their K/V in `pages` and their effect in `slot`.
     `limit` is the largest number of output tokens. `drafts` is how many guesses for the next tokens
     run behind the last one in the step at hand, and `hidden` what they start from: the draft
-    block's output [D] behind the last computed token. `saved` is the runner's host copy while
-    preempted.
+    block's output [D] behind the last computed token. `held` is how many tokens' pages a step needs
+    that has started already. `saved` is the runner's host copy while preempted.
     `constraint` says which tokens may come next, None where all may; `fault` is what it raised.
     `keep_logits` scores the prompt (float32 rows [n, V] appended to `logits`) and generates
     nothing. `logprobs` has an entry for each output token, `prompt_logprobs` for each prompt token.
@@ -53,6 +53,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     slot: int = -1
     drafts: int = 0
+    held: int = 0
     hidden: Any = None
     saved: Any = None
     finish_reason: str | None = None

@@ -15,8 +15,9 @@ from nemotriton.engine.clock import Clock
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.drafter import Drafter, DraftModel
 from nemotriton.engine.graphs import Capture, DecodeSteps, Flight
-from nemotriton.engine.request import Move, Piece, Request, Step
+from nemotriton.engine.request import Move, Piece, Request, State, Step
 from nemotriton.engine.sampler import Sampler, describe, is_plain
+from nemotriton.engine.step_inputs import StepShape
 from nemotriton.kernels import Verdict, verify_drafts
 from nemotriton.kernels.fixed_order import PREFILL, fixed_order, phase
 
@@ -176,7 +177,7 @@ class Runner:
             self.caches.mamba.start([r.slot for r in first], [r.seed for r in first])
         self.clock.start()
         if shape is not None and self.steps is not None:
-            return self.read(self.steps.launch(step, shape, self.clock))
+            return self.read(step, self.steps.launch(step, shape, self.clock))
         if self.steps is not None and not step.prefill:
             self.steps.others += 1
         rows = Rows.of(step)
@@ -219,23 +220,31 @@ class Runner:
         if behind is not None and not all(is_foreseen(p.request) for p in step.decode):
             return None
         shape = self.steps.shape_of(step, self.drafter)
-        if shape is None or (behind is not None and self.drafter is not None):
+        if shape is None or (behind is not None and not self._follows(shape, behind.shape)):
             return None
         clock = Clock(self.device)
         clock.start()
         return self.steps.launch(step, shape, clock, behind)
 
+    def _follows(self, shape: StepShape, before: StepShape) -> bool:
+        """Whether the device can bring the tokens of one step to the next by itself."""
+        chain = self.drafter is None or self.drafter.shape.is_chain
+        return chain and (shape.sequences, shape.drafts) == (before.sequences, before.drafts)
+
     @torch.no_grad()
-    def read(self, flight: Flight) -> list[Result]:
-        """What `run` gives, of a step that was started; waits for the device."""
+    def read(self, step: Step, flight: Flight) -> list[Result]:
+        """What `run` gives, of a step that was started; waits for the device.
+
+        Requests that have ended since are left out."""
         steps = self.steps
         assert steps is not None
         self.clock = flight.clock
         tokens = steps.read(flight)
-        self._describe(lambda: steps.logits(flight.shape), tokens, flight.pieces)
+        self._describe(lambda: steps.logits(flight.shape), tokens, step.decode)
         return [
             (p, [t for _, t in gained] or None)
-            for p, gained in zip(flight.pieces, tokens, strict=True)
+            for p, gained in zip(step.decode, tokens, strict=True)
+            if p.request.state is not State.DONE
         ]
 
     # ---- the parts of a step ------------------------------------------------------------------

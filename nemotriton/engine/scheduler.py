@@ -107,25 +107,31 @@ class Scheduler:
     def ahead(self, step: Step) -> Step | None:
         """The step that follows `step`, planned while that one runs; None where it cannot be known.
 
-        It can where all that run decode one token each without ending by their limit, nobody waits
-        who could start, and there are pages for all. A request that then ends by its token is in
-        the new step all the same: what it gets there is for nobody.
+        It can where all that run decode with all their drafts in both steps, nobody ends by a
+        limit, nobody waits who could start, and there are pages for whatever is accepted. Pieces
+        start where they would if everything was; who then ends by a token is in the new step all
+        the same: what it gets there is for nobody.
         """
-        requests = [p.request for p in step.decode]
-        if step.prefill or not requests or requests != self.running or self.drafts:
+        requests, most = [p.request for p in step.decode], 1 + self.drafts
+        if step.prefill or not requests or requests != self.running:
             return None
-        if any(p.count != 1 or r.limit - len(r.output) <= 1 for p, r in zip(step.decode, requests)):
+        if any(p.count != most for p in step.decode):
+            return None
+        if any(r.limit - len(r.output) < 2 * most for r in requests):
             return None
         if self.waiting and len(self.running) < self.max_requests and self._fits(self.waiting[0]):
             return None
+        tokens = [r.length + most + self.drafts for r in requests]
         if self.pages is not None:
-            missing = [self.pages_for(r.length + 1) - len(r.pages) for r in requests]
+            missing = [self.pages_for(n) - len(r.pages) for n, r in zip(tokens, requests)]
             if sum(n for n in missing if n > 0) > self.pages.free:
                 return None
             for request, count in zip(requests, missing):
                 if count > 0:
                     request.pages += self.pages.take(count)
-        return Step(decode=[Piece(p.request, p.end, 1) for p in step.decode])
+        for request, count in zip(requests, tokens):
+            request.held, request.drafts = count, self.drafts
+        return Step(decode=[Piece(p.request, p.start + most, most) for p in step.decode])
 
     def _piece(self, request: Request, budget: int) -> int:
         """Tokens of the request's next piece; 0 where the budget holds none."""
@@ -240,8 +246,8 @@ class Scheduler:
                     self.finish(request, "length")
         else:
             request.computed = piece.start + len(tokens)
-            self._give_back(request, request.length + len(tokens))
-        request.drafts = 0
+            self._give_back(request, max(request.length + len(tokens), request.held))
+        request.drafts = request.held = 0
         kept: list[int] = []
         for token in tokens:
             request.output.append(token)

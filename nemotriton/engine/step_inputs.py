@@ -174,22 +174,22 @@ class StepInputs:
         pieces: Sequence[Piece],
         shape: StepShape,
         depths: Sequence[int],
-        last: Tensor | None = None,
+        ahead: bool = False,
     ) -> None:
         """Write a step's inputs and start their copy; depths: of a sequence's rows, from 0 on.
 
-        last: of a step whose predecessor's tokens nobody has read, these tokens, int64 on the
-        device; a negative one counts as 0.
+        ahead: of a step whose predecessor's tokens nobody has read, as if it brought one to each;
+        `carry` sets that right.
         """
         self._arena.wait()
-        requests, ahead = [p.request for p in pieces], int(last is not None)
+        requests = [p.request for p in pieces]
         if requests != self.owners or shape != self._shape:
             self.owners, self._shape = requests, shape
             self._rules(requests, shape.each)
             self._pad(shape, len(requests))
         host, n, each = self._arena.host, len(requests), shape.each
         known = numpy.array([r.length + ahead for r in requests], dtype=numpy.int64)
-        if last is None:
+        if not ahead:
             host["last"][:n] = [(r.output or r.prompt)[-1] for r in requests]
         host["lengths"][:n] = known + shape.drafts
         host["wanted"][:n] = [r.drafts for r in requests]
@@ -202,8 +202,32 @@ class StepInputs:
             cells = pages.astype(numpy.int64) * self.page_size + cells % self.page_size
             host["kv_rows"][: n * each] = cells.ravel()
         self._arena.upload()
-        if last is not None:
-            torch.clamp(last[:n], min=0, out=self.view("last", n))
+
+    def carry(self, shape: StepShape, found: Tensor, last: Tensor) -> None:
+        """Bring the tokens of the step before to the inputs of one that was filled ahead, without
+        host work: found [rows] its picks, of which a negative one counts as 0, and last [sequences]
+        the row that each sequence ended on, which with chains is the number of accepted drafts."""
+        S, each = shape.sequences, shape.each
+        new = self.view("last", S)
+        if each == 1:
+            torch.clamp(found[:S], min=0, out=new)
+            return
+        lengths = self.view("lengths", S)
+        real = lengths > 0
+        gained = torch.where(real, last[:S], 0)
+        first = torch.arange(0, S * each, each, device=found.device)
+        torch.clamp(found[first + gained], min=0, out=new)
+        lengths += gained
+        positions = self.view("positions", S * each).view(S, each)
+        positions += gained[:, None]
+        if self.spare < 0:
+            return
+        steps = torch.arange(-each, 0, device=found.device)
+        cells = (lengths[:, None] + steps).clamp_min(0)
+        pages = self.tables[shape.keys].device[:S].gather(1, cells // self.page_size).long()
+        rows = pages * self.page_size + cells % self.page_size
+        kv_rows = self.view("kv_rows", S * each).view(S, each)
+        kv_rows.copy_(torch.where(real[:, None], rows, -1))
 
     def _rules(self, requests: Sequence[Request], each: int) -> None:
         """What of a request does not change from step to step."""

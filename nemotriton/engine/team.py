@@ -8,6 +8,7 @@ GPUs and gloo between CPUs; what rank 0 tells the others goes through gloo.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -164,6 +165,7 @@ class Team:
             log.debug("rank %d failed", self.shard.rank, exc_info=True)
             self._watch.end()
         self._watch.stop()
+        _disband()
         sys.stdout.flush()
         os._exit(code)
 
@@ -178,14 +180,11 @@ class Team:
                 self.tell(farewell)
         if fault is None:
             self._watch.stop()
+            _disband()
         end_all(list(self.children.values()), _FAREWELL if fault is None else 2 * _CAUSE)
         self._watch.stop()
-        if not dist.is_initialized():
-            return
-        # to take leave of who has gone may wait for ever
-        leave = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        leave.start()
-        leave.join(_FAREWELL)
+        if dist.is_initialized():
+            _disband()
 
 
 def under_launcher() -> bool:
@@ -247,7 +246,7 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     parent = os.getppid() if shard.rank and "NEMOTRITON_SPAWNED" in os.environ else None
     watch = Watch(watched, shard.rank, ranks, children, parent, _abort)
     if local_ranks == ranks:
-        shard = replace(shard, sums=small_sums(ranks, place))
+        shard = replace(shard, sums=small_sums(shard.rank, ranks, place))
     return Team(shard, place, host_of, watch, children)
 
 
@@ -316,6 +315,17 @@ def _gather(
             if time.monotonic() > until:
                 raise RankError(f"rank {rank} has not come within {_START.seconds} s.")
             time.sleep(0.02)
+
+
+def _disband() -> None:
+    """End the group. Recorded steps hold on to it and must have gone first; taking leave of those
+    who have gone without a word may take for ever, and then it is given up."""
+    gc.collect()
+    leave = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leave.start()
+    leave.join(_FAREWELL)
+    if leave.is_alive():
+        _abort()
 
 
 def _abort() -> None:

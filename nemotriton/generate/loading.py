@@ -84,6 +84,8 @@ def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> 
         console.line("weights", "random: what this model says is noise")
     for note in llm.notes:
         console.line("weights", note)
+    if llm.invariant:
+        console.line("bits", "the same whatever runs beside a request")
     plan = llm.plan
     requests = "1 request" if plan.max_requests == 1 else f"{plan.max_requests} requests"
     room = f"{requests} of up to {plan.max_context:,} tokens"

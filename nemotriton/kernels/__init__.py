@@ -22,6 +22,7 @@ from nemotriton.kernels.gemm_quant import (
     nvfp4_matmul,
     nvfp4_matmul_ref,
 )
+from nemotriton.kernels.gemm_scaled import scaled_matmul, scaled_matmul_ref
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.mamba_step import mamba_step, mamba_step_ref
 from nemotriton.kernels.moe_experts import experts_ref, run_experts, run_experts_ref
@@ -35,6 +36,7 @@ from nemotriton.kernels.moe_experts_quant import (
     run_experts_nvfp4,
     run_experts_nvfp4_ref,
 )
+from nemotriton.kernels.moe_experts_scaled import run_experts_scaled, run_experts_scaled_ref
 from nemotriton.kernels.moe_few import enter_moe, enter_moe_ref, share_expert, share_expert_ref
 from nemotriton.kernels.moe_route import (
     OwnRouting,
@@ -167,8 +169,12 @@ __all__ = [
     "run_experts_packed",
     "run_experts_packed_ref",
     "run_experts_ref",
+    "run_experts_scaled",
+    "run_experts_scaled_ref",
     "sample_tokens",
     "sample_tokens_ref",
+    "scaled_matmul",
+    "scaled_matmul_ref",
     "share_expert",
     "share_expert_ref",
     "ssd_prefill",

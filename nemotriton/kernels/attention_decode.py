@@ -21,6 +21,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.attention import attend_alone_ref, attend_paged_ref
+from nemotriton.kernels.attention_paths import _attend_paths, split_paths, split_size
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
@@ -77,13 +78,6 @@ def most_splits(keys: int, target: int = FINEST) -> int:
     return min(cdiv(max(keys, 0), GRAIN), target * 3 // 2)
 
 
-@triton.jit
-def _split_size(keys, SPLITS: tl.constexpr, GRAIN: tl.constexpr):
-    """Keys a split of a token that sees `keys` of them."""
-    unit: tl.constexpr = SPLITS * GRAIN
-    return tl.maximum((keys + unit // 2) // unit, 1) * GRAIN
-
-
 @triton.jit(do_not_specialize=["S", "blocks", "splits"])
 def _attend_split(
     q_ptr, k_ptr, v_ptr, acc_ptr, stats_ptr, pages_idx, cu_idx, lengths_idx, parents_idx,
@@ -121,13 +115,13 @@ def _attend_split(
     k_ptr += h * head_stride
     v_ptr += h * head_stride
     pages_idx += s * pages_stride
-    small = _split_size(context + 1, SPLITS, GRAIN)  # the first token's, then the last one's
-    large = _split_size(length.to(tl.int32), SPLITS, GRAIN)
+    small = split_size(context + 1, SPLITS, GRAIN)  # the first token's, then the last one's
+    large = split_size(length.to(tl.int32), SPLITS, GRAIN)
     for turn in tl.range(0, tl.where(small == large, 1, 2), disable_licm=True):
         size = tl.where(turn == 0, small, large)
         begin = j * size
         end = tl.minimum(begin + size, length).to(tl.int32)
-        mine = (_split_size(sight, SPLITS, GRAIN) == size) & (begin < sight)
+        mine = (split_size(sight, SPLITS, GRAIN) == size) & (begin < sight)
         position = tl.where(mine, sight - 1, -1)
         full = tl.maximum(tl.minimum(end, context) // BLOCK_N * BLOCK_N, begin)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -162,7 +156,7 @@ def _merge_splits(
     length = tl.load(lengths_idx + s).to(tl.int64)
     # rows after cu[S] get zeros, like pads
     sight = tl.where((token < end) & (length > 0), length - end + token + 1, 0).to(tl.int32)
-    size = _split_size(sight, SPLITS, GRAIN)
+    size = split_size(sight, SPLITS, GRAIN)
     d = pid % CHUNKS * BLOCK_D + tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_J)
     live = j * size < sight  # splits behind the last key were never written
@@ -205,10 +199,6 @@ def attend_decode(
     root) makes the new tokens a tree. `scale` and k_scale are positive."""
     heads, group = check_attention(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
     T, q_heads, width = q.shape
-    require(
-        parents is None or parents.shape == (T,),
-        f"parents must name one parent for each of {T} tokens",
-    )
     S = lengths.shape[0]
     if S == 0:
         return torch.zeros_like(q)
@@ -218,10 +208,7 @@ def attend_decode(
     }
     tile = ATTEND_DECODE.tile(T, q, **axes)
     target, rows = int(tile["SPLITS"]), max(_fewest_rows(tile), next_pow2(max_new * group))
-    require(
-        max_new <= target * GRAIN,
-        f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
-    )
+    _check_new(T, max_new, target * GRAIN, parents)
     splits, rows = most_splits(max_length, target), min(int(tile["BLOCK_M"]), rows)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     acc = torch.empty((T, q_heads, splits, width), dtype=torch.float32, device=q.device)
@@ -229,20 +216,36 @@ def attend_decode(
     blocks = cdiv(max_new * group, rows)
     tensors = (q, k_cache, v_cache, acc, stats, pages, cu, lengths, parents, k_scale)
     strides = (q.stride(0), q.stride(1), pages.stride(0), *k_cache.stride()[:3])
-    launch(
-        _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits, scale * LOG2_E,
-        *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1],
-        BLOCK_D=max(16, next_pow2(width)), D=width, GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
-        **as_dependent(q),
-    )  # fmt: skip
+    late = as_dependent(q)
+    if parents is not None and phase() is not None:
+        S, (cu, lengths) = T, split_paths(*tensors, scale, GRAIN, tile)
+        late = {"PDL": False, "launch_pdl": False}  # merging begins with what was just written
+    else:
+        launch(
+            _attend_split, (splits * S * blocks * heads,), *tensors, S, blocks, splits,
+            scale * LOG2_E, *strides, HEADS=heads, GROUP=group, PAGE=k_cache.shape[1], D=width,
+            BLOCK_D=max(16, next_pow2(width)), GRAIN=GRAIN, **tile.but(BLOCK_M=rows),
+            **late,
+        )  # fmt: skip
     merged = (acc, stats, out, cu, lengths, v_scale)
     columns = min(MERGE_D, next_pow2(width))
     launch(
         _merge_splits, (T * q_heads * cdiv(width, columns),), *merged, S, splits, HEADS=q_heads,
         D=width, SPLITS=target, GRAIN=GRAIN, BLOCK_J=next_pow2(target * 3 // 2), BLOCK_D=columns,
-        num_warps=4 if target <= 64 else 8, **as_dependent(q),
+        num_warps=4 if target <= 64 else 8, **late,
     )  # fmt: skip
     return out
+
+
+def _check_new(T: int, max_new: int, most: int, parents: torch.Tensor | None) -> None:
+    require(
+        parents is None or parents.shape == (T,),
+        f"parents must name one parent for each of {T} tokens",
+    )
+    require(
+        max_new <= most,
+        f"{max_new} new tokens of one sequence are too many; attend_prefill takes any number",
+    )
 
 
 def _fewest_rows(tile: Tile) -> int:
@@ -323,7 +326,7 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
 
 ATTEND_DECODE = KernelSpec(
     op=attend_decode,
-    kernels=(_attend_split, _merge_splits),
+    kernels=(_attend_split, _attend_paths, _merge_splits),
     cases=lambda config: [
         Case(**axes, new=new, tree=tree)
         for fp8 in (0, 1)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.conv1d_rows import _conv1d_rows
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.numerics import silu, silu_ref
 from nemotriton.kernels.op import (
@@ -123,7 +124,7 @@ def _causal_conv1d(
     slot_stride, row_stride, lane_slot_stride, lane_stride, lane_row_stride,
     C, tiles,
     W: tl.constexpr, UPDATE: tl.constexpr,
-    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one sequence, for a block of channels.
 
@@ -134,6 +135,8 @@ def _causal_conv1d(
     c = (pid % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     tile = pid // blocks % tiles
     s = pid // blocks // tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     start = tl.load(cu_idx + s).to(tl.int64)
     n = tl.load(cu_idx + s + 1).to(tl.int64) - start
     if tile * BLOCK_T >= tl.maximum(n, 1):
@@ -195,7 +198,7 @@ def launch_tiles(
     lane_strides = (0, 0, 0) if lanes is None else lanes.stride()[:3]
     tensors = (x, weight, bias, state, lanes, fresh, y, cu, slots, parents)
     strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2], *lane_strides)
-    constants = {"W": W, "UPDATE": update, "BLOCK_W": next_pow2(W - 1)}
+    constants = {"W": W, "UPDATE": update, "BLOCK_W": next_pow2(W - 1), **as_dependent(x)}
     launch(_causal_conv1d, grid, *tensors, *strides, C, tiles, **constants, **tile)
     return y
 

@@ -39,8 +39,8 @@ def fixed_stream(N: int, tokens: int, itemsize: int) -> Tile:
     t = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     if itemsize == 4:
         return _unturned(_shape((t, 16, 512, 8, 4), itemsize))
-    n = 16 if t == 8 else 32
-    if itemsize == 2 and N >= WIDE and t != 16:
+    n = 32 if t == 32 else 16
+    if N >= WIDE and (t, itemsize) not in ((8, 1), (32, 1)):
         n *= 2
     return _unturned(_shape((t, n, 512, 4, 4 if n == 16 else 3), itemsize))
 

@@ -154,15 +154,22 @@ def _norm_group(
 
 
 @triton.jit
-def _move_group(x_at, window_at, row_stride, apart, N: tl.constexpr, BLOCK_N: tl.constexpr, W):
-    """The windows of a group's B and C, `apart` channels from each other."""
-    n = tl.arange(0, BLOCK_N)
-    B = _tokens(x_at + n, window_at + n, row_stride, n < N, W)
-    n_C = apart + n
-    C = _tokens(x_at + n_C, window_at + n_C, row_stride, n < N, W)
+def _close_group(
+    raw_ptr, z_ptr, norm_ptr, y_ptr, x_at, window_at, row, g, row_stride, apart, eps,
+    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """What the last program of a group does: x_at and window_at are at the first channel of B, and
+    `apart` channels further at that of C."""
+    inside = tl.arange(0, BLOCK_N) < N
+    b = g * N + tl.arange(0, BLOCK_N)
+    c = b + apart
+    B = _tokens(x_at + b, window_at + b, row_stride, inside, W)
+    C = _tokens(x_at + c, window_at + c, row_stride, inside, W)
+    _norm_group(raw_ptr, z_ptr, norm_ptr, y_ptr, row, g, eps, D, WIDTH, BLOCK)
     tl.debug_barrier()
-    _move(window_at + n, row_stride, B, n < N, W)
-    _move(window_at + n_C, row_stride, C, n < N, W)
+    _move(window_at + b, row_stride, B, inside, W)
+    _move(window_at + c, row_stride, C, inside, W)
 
 
 @triton.jit
@@ -191,15 +198,13 @@ def _mamba_step(
     n = tl.arange(0, BLOCK_N)
     rows = head * P + p  # of the state, and channels of x
     in_p, in_n = p < P, n < N
-    apart = G * N  # channels from B to C
-    b = H * P + g * N + n
+    apart, b = G * N, H * P + g * N + n  # channels from B to C; those of B
     x_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, rows, in_p, W)
     B_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, b, in_n, W)
     C_filter = _filter(w_ptr, b_ptr, w_stride, tap_stride, b + apart, in_n, W)
     A, D, dt_bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     if PDL:
         tl.extra.cuda.gdc_wait()
-
     row, filled, slot, cell = _find(cu_idx, slots_idx, cells_idx, s)
     on = filled & (slot >= 0)
     on_p, on_n = on & in_p, on & in_n
@@ -228,12 +233,13 @@ def _mamba_step(
 
     tl.debug_barrier()  # all threads have read the window, and stored their part of y
     _move(window_at + rows, window_row, x_tokens, on_p, W)
-    arrived, z_ptr = arrivals_ptr + slot * G + g, z_ptr + row * z_t
+    arrived = arrivals_ptr + slot * G + g
     if on & (tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1):
         tl.store(arrived, 0)
-        _norm_group(raw_ptr, z_ptr, norm_ptr, y_ptr, row, g, eps, H * P, PER_GROUP * P, BLOCK_G)
-        first = H * P + g * N
-        _move_group(x_at + first, window_at + first, window_row, apart, N, BLOCK_N, W)
+        _close_group(
+            raw_ptr, z_ptr + row * z_t, norm_ptr, y_ptr, x_at + H * P, window_at + H * P, row, g,
+            window_row, apart, eps, H * P, PER_GROUP * P, BLOCK_G, N, BLOCK_N, W,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- op

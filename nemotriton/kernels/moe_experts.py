@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_experts
 from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
@@ -150,9 +151,12 @@ def _up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """h [T*K, F] in the order of `order`."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(F, BLOCK_N)
     expert, first, last = _find_block(offsets_idx, pid // tiles, E, BLOCK_M, BLOCK_E)
     if first < last:
@@ -182,9 +186,12 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weighted rows [T*K, L] fp32 in the order of the pairs."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(L, BLOCK_N)
     expert, first, last = _find_block(offsets_idx, pid // tiles, E, BLOCK_M, BLOCK_E)
     if first < last:
@@ -233,9 +240,12 @@ def _up_pair(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """h [T*K, F] in the order of the pairs."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(F, BLOCK_N)
     pair = pid // tiles
     n = (pid % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -257,9 +267,12 @@ def _down_pair(
     L: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Weighted rows [T*K, L] fp32 in the order of the pairs."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(L, BLOCK_N)
     pair = pid // tiles
     n = (pid % tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -271,9 +284,13 @@ def _down_pair(
 
 
 @triton.jit
-def _combine(rows_ptr, y_ptr, L: tl.constexpr, K: tl.constexpr, BLOCK_L: tl.constexpr):
+def _combine(
+    rows_ptr, y_ptr, L: tl.constexpr, K: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr
+):
     """y [T, L]: the K rows of a token added in the order of its slots."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(L, BLOCK_L)
     t = pid // tiles
     n = (pid % tiles) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -307,20 +324,27 @@ def run_experts(
         tile = tile.but(BLOCK_M=32, BLOCK_N=64, BLOCK_K=32)
     block_n = int(tile["BLOCK_N"])
     up_tiles, down_tiles = cdiv(F, block_n), cdiv(L, block_n)
+    late = as_dependent(x)
     if tile["BLOCK_M"] == 1:
-        size = {k: v for k, v in tile.items() if k != "BLOCK_M"}
+        size = {k: v for k, v in tile.items() if k != "BLOCK_M"} | late
         ids, weights = routing.ids, routing.weights
         launch(_up_pair, (P * up_tiles,), x, up, h, ids, x.stride(0), F, L, K, **size)
         launch(_down_pair, (P * down_tiles,), h, down, rows, weights, ids, F, L, **size)
     else:
         blocks = most_blocks(P, E, int(tile["BLOCK_M"]))
-        size = {**tile, "BLOCK_E": next_pow2(E)}
+        size = {**tile, "BLOCK_E": next_pow2(E), **late}
         table = (routing.order, routing.offsets)
         launch(_up, (blocks * up_tiles,), x, up, h, *table, x.stride(0), E, F, L, K, **size)
         weights = routing.weights
         launch(_down, (blocks * down_tiles,), h, down, rows, weights, *table, E, F, L, **size)
-    width = min(1024, next_pow2(L))
-    launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, num_warps=4)
+    return add_rows(rows, y, K)
+
+
+def add_rows(rows: torch.Tensor, y: torch.Tensor, K: int) -> torch.Tensor:
+    """y [T, L], of every token's K rows [T*K, L]."""
+    T, L = y.shape
+    block = {"BLOCK_L": min(1024, next_pow2(L)), "num_warps": 4, **as_dependent(y)}
+    launch(_combine, (T * cdiv(L, block["BLOCK_L"]),), rows, y, L, K, **block)
     return y
 
 

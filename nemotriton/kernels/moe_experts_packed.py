@@ -327,9 +327,10 @@ def _default(case: Case, tokens: int) -> Tile:
 
 def _order(tile: Tile) -> Any:
     """What decides the order of all three sums: by mma.sync or wgmma, whose positions of columns
-    differ, parts of the second product, and what they are rounded to."""
-    mma = int(tile["UP_WARPS"]) < 4, int(tile["DOWN_WARPS"]) < 4
-    return *mma, tile["SPLIT"], tile["NARROW"], tile["UP_K"], tile["DOWN_K"]
+    differ, parts of the second product, and what they are rounded to. How many columns a step
+    takes does not: tensor cores add them 16 at a time."""
+    mma, split = (int(tile["UP_WARPS"]) < 4, int(tile["DOWN_WARPS"]) < 4), tile["SPLIT"]
+    return *mma, tile["NARROW"], split, split > 1 and tile["DOWN_K"]
 
 
 def _fixed(case: Case, tokens: int, phase: str) -> Tile:
@@ -341,8 +342,8 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
             few = 0 if pairs <= 48 else 1 if tokens <= 8 and pairs <= 192 else 2
             return _tile(_TWO, down, 3, blocks=few)
         return _tile(_WIDE, down if per_expert <= 3 else _DEEP, 3)
-    size = _M16 if per_expert <= 14 else _M32 if per_expert <= 30 else _M64W
-    return _tile(size, size, narrow=True)
+    fewest = max(7 * case.E, 384) // case.K + 1  # that take wgmma by default
+    return _default(case, max(tokens, fewest))
 
 
 def _cases(config: Any) -> list[Case]:

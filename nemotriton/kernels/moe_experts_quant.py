@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import (
     GROUP,
@@ -32,7 +33,7 @@ from nemotriton.kernels.fp4 import (
     nvfp4_values_ref,
 )
 from nemotriton.kernels.gemm_quant import X_DTYPES, random_fp8, random_nvfp4
-from nemotriton.kernels.moe_experts import RUN_EXPERTS, _combine, _find_block, most_blocks
+from nemotriton.kernels.moe_experts import RUN_EXPERTS, _combine, _find_block, add_rows, most_blocks
 from nemotriton.kernels.moe_fixed import by_token, experts_order, fixed_quantised
 from nemotriton.kernels.moe_route import Routing, pair_rows, route_experts_ref
 from nemotriton.kernels.numerics import relu2, relu2_ref
@@ -170,11 +171,13 @@ def _product(
 @triton.jit
 def _up_quant(
     x_ptr, w_ptr, s_ptr, scale_ptr, x_scale_ptr, h_scale_ptr, h_ptr, order_idx, offsets_idx,
-    x_stride, F, L, K, E: tl.constexpr, EVEN_K: tl.constexpr,
+    x_stride, F, L, K, E: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """h [T*K, F] in the order of `order`. With x_scale_ptr x has that order too, a row a pair."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(F, BLOCK_N)
     expert, first, last = _find_block(offsets_idx, pid // tiles, E, BLOCK_M, BLOCK_E)
     if first < last:
@@ -208,11 +211,13 @@ def _up_quant(
 @triton.jit
 def _down_quant(
     h_ptr, w_ptr, s_ptr, scale_ptr, h_scale_ptr, rows_ptr, weights_ptr, order_idx, offsets_idx,
-    F, L, E: tl.constexpr, EVEN_K: tl.constexpr,
+    F, L, E: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, L] fp32 in the order of the pairs."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     tiles = tl.cdiv(L, BLOCK_N)
     expert, first, last = _find_block(offsets_idx, pid // tiles, E, BLOCK_M, BLOCK_E)
     if first < last:
@@ -332,8 +337,7 @@ def _run(
 ) -> torch.Tensor:
     """Scratch: T*K*(F*itemsize + 4L) bytes; with quantised activations T*K*L*itemsize more."""
     E, F, L = _check(x, up, down, up_scales, down_scales, routing)
-    T, K = routing.ids.shape
-    P = T * K
+    (T, K), P = routing.ids.shape, routing.ids.numel()
     x_scale, h_scale = up_scales[1], down_scales[1]
     if x_scale is not None:
         x = round_rows(x, x_scale, up[1] is not None, routing)
@@ -344,16 +348,13 @@ def _run(
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger blocks spill
         tile = tile.but(BLOCK_M=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     block_n, block_k = int(tile["BLOCK_N"]), int(tile["BLOCK_K"])
-    blocks = most_blocks(P, E, int(tile["BLOCK_M"]))
-    size = {**tile, "E": E, "BLOCK_E": next_pow2(E)}
-    table = (routing.order, routing.offsets)
+    blocks, table = most_blocks(P, E, int(tile["BLOCK_M"])), (routing.order, routing.offsets)
+    size = {**tile, "E": E, "BLOCK_E": next_pow2(E), **as_dependent(x)}
     to_h = (x, *up, *up_scales, h_scale, h, *table, x.stride(0), F, L, K)
     launch(_up_quant, (blocks * cdiv(F, block_n),), *to_h, EVEN_K=L % block_k == 0, **size)
     to_rows = (h, *down, *down_scales, rows, routing.weights, *table, F, L)
     launch(_down_quant, (blocks * cdiv(L, block_n),), *to_rows, EVEN_K=F % block_k == 0, **size)
-    width = min(1024, next_pow2(L))
-    launch(_combine, (T * cdiv(L, width),), rows, y, L, K, BLOCK_L=width, num_warps=4)
-    return y
+    return add_rows(rows, y, K)
 
 
 # ------------------------------------------------------------------------------------------- specs

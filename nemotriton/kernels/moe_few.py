@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemotriton.errors import require
-from nemotriton.kernels.dependent import dependent
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import random_fp8
 from nemotriton.kernels.gemm import matmul_ref
@@ -158,7 +158,8 @@ def share_expert(
     if down_scale is not None:
         check_scale(down_scale, "down_scale")
     D = down.shape[0]
-    tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, F=F, D=D, S=down.element_size())
+    groups = {"G": router_groups, "TG": top_groups}
+    tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, **groups, F=F, D=D, S=down.element_size())
     row, n = int(tile["ROW"]), int(tile["BLOCK_N"])
     ids = torch.empty((T, top_k), dtype=torch.int32, device=hidden.device)
     weights = torch.empty((T, top_k), dtype=torch.float32, device=hidden.device)
@@ -202,10 +203,9 @@ def _lines(tile: Tile, row_bytes: int) -> int:
 
 def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     """Constants and launch options of both kernels that the tile gives."""
-    pdl = dependent(x)
     rest = {k: v for k, v in tile.items() if k != "AHEAD"}
-    how = {"ASM": target(x.device) >= 90, "PDL": pdl, "launch_pdl": pdl}
-    return rest | how | {"SLICES": tile["num_warps"]}
+    how = {"ASM": target(x.device) >= 90, "SLICES": tile["num_warps"]}
+    return rest | how | as_dependent(x)
 
 
 # ------------------------------------------------------------------------------------------- specs

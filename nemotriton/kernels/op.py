@@ -147,16 +147,16 @@ class KernelSpec:
     """Sizes, tiles, inputs, cost and tolerance of one op.
 
     `cases(config)` takes the sizes from a ModelConfig (by attribute only) and may return nothing
-    for a model without that layer kind. `small` are the odd sizes of the parity tests, `tokens`
-    the buckets of the token axis. `make` returns the op's keyword arguments; `mutates` names those
+    for a model without that layer kind. `small` are the odd sizes of the parity tests, `tokens` the
+    buckets of the token axis. `make` returns the op's keyword arguments; `mutates` names those
     written in place, `per_token` those with one row a token (the tests poison rows of them), and
     `strided` those whose row stride is free (the tests embed them in wider, misaligned tensors).
     `terms` is the length of the longest sum behind one output element. `suits` says which tiles the
-    sweep measures at a number of tokens. `meaning` turns named tensors that hold codes into the
-    numbers they mean: those are what is compared, and what the oracle starts from. `arches` names
-    the compute capabilities (90 is 9.0) that the kernels are written for, if not for all.
-    `may_spill` names kernels whose default tile was measured to be the fastest although it spills.
-    `one_tile`: all token counts of a case take the same tile. `fixed`: of the invariant mode.
+    sweep measures at a number of tokens. `meaning` turns tensors of codes into the numbers that are
+    compared, and that the oracle starts from. `arches`: compute capabilities (90 is 9.0) that the
+    kernels are for, if not all. `may_spill`: kernels whose default tile is the fastest all the
+    same. `one_tile`: all token counts of a case take the same tile. `native`: by kernel, part of an
+    instruction's name that it must have. `fixed`: of the invariant mode.
     """
 
     op: "Op[..., Any]"
@@ -180,6 +180,7 @@ class KernelSpec:
     arches: Sequence[int] = ()
     may_spill: Sequence[str] = ()
     one_tile: bool = False
+    native: Mapping[str, str] = field(default_factory=dict)
     fixed: fixed_order.FixedOrder = fixed_order.WHOLE
     _tables: dict[str, cache.Table] = field(default_factory=dict, compare=False)
     _chosen: dict[Any, Tile] = field(default_factory=dict, compare=False)
@@ -210,8 +211,7 @@ class KernelSpec:
             dtype = DTYPE_NAMES.get(where.dtype, self.dtypes[0])  # an op of integers has one
             found = self._tables[gpu].lookup({"dtype": dtype, **axes}, tokens)
         tuned = None if found is None else Tile(**found)
-        phase = fixed_order.phase()
-        return self.fixed.choose(self.default, Case(**axes), tokens, phase, tuned)
+        return self.fixed.choose(self.default, Case(**axes), tokens, fixed_order.phase(), tuned)
 
     @functools.cached_property
     def source(self) -> str:

@@ -55,6 +55,38 @@ def cells(page, n0, page_stride, row_stride, PAGE: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
+def path_cells(
+    pages_idx, n0, end, context, up_idx, leaf, sight, page_stride, row_stride,
+    PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same for a draft of a tree, token `leaf`: behind the context its keys are those of its
+    ancestors and its own, in the order of the path, wherever they lie; its own is key sight - 1."""
+    n = n0 + tl.arange(0, ROWS)
+    lies = n + 0
+    token = leaf + 0
+    for i in range((leaf + 1).to(tl.int32)):
+        lies = tl.where((n == sight - 1 - i) & (token >= 0), context + token.to(tl.int32), lies)
+        token = tl.load(up_idx + token, mask=token >= 0, other=-1).to(tl.int64)
+    page = tl.load(pages_idx + lies // PAGE, mask=n < end, other=0).to(tl.int64)
+    return n0 * 0, page * page_stride + (lies % PAGE) * row_stride
+
+
+@triton.jit
+def key_cells(
+    page, pages_idx, n0, end, context, up_idx, leaf, sight, page_stride, row_stride,
+    PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`path_cells` where there is a path (up_idx), else `cells`."""
+    if up_idx is None:
+        base, cell = cells(page, n0, page_stride, row_stride, PAGE, ROWS)
+    else:
+        base, cell = path_cells(
+            pages_idx, n0, end, context, up_idx, leaf, sight, page_stride, row_stride, PAGE, ROWS
+        )
+    return base, cell
+
+
+@triton.jit
 def fetch(ptr, base, cell, n0, end, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
     """Rows of keys or values [ROWS, Dh], zeros behind the last key: it may be NaN there, and
     0 * NaN must not enter a sum."""
@@ -100,7 +132,8 @@ def scores(
 def attend_keys(
     acc, peak, total, q, k_ptr, v_ptr, pages_idx, begin, end, scale, page_stride, row_stride,
     position, context, parents_idx, drafts, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, up_idx=None,
+    leaf=None, sight=None,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018) of q [M, Dh] over the keys begin..end of a page
     table row; `begin` is a multiple of BLOCK_N, and so is `end` unless MASKED.
@@ -109,7 +142,8 @@ def attend_keys(
     same arithmetic, so a block of keys adds the same bits whether or not it had to be masked.
     A block wider than a page is read in two halves, which share one step of the softmax. Pages are
     looked up a step ahead and carried: a look-up between the steps' loads would take a stage of
-    the pipeline for itself, and halve what is on its way from memory."""
+    the pipeline for itself, and halve what is on its way from memory. up_idx, leaf and
+    sight: the keys are those on the way to a draft of a tree, see `path_cells`."""
     HALVES: tl.constexpr = 2 if BLOCK_N > PAGE else 1
     ROWS: tl.constexpr = BLOCK_N // HALVES
     page = pages_at(pages_idx, begin, end, PAGE, ROWS)
@@ -118,14 +152,20 @@ def attend_keys(
     STAGES: tl.constexpr = 2 if MASKED else None  # a step or two: not worth a deep pipeline
     for n0 in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         ahead = pages_at(pages_idx, n0 + BLOCK_N, end, PAGE, ROWS)
-        base, cell = cells(page, n0, page_stride, row_stride, PAGE, ROWS)
+        base, cell = key_cells(
+            page, pages_idx, n0, end, context, up_idx, leaf, sight, page_stride, row_stride, PAGE,
+            ROWS,
+        )  # fmt: skip
         k = fetch(k_ptr, base, cell, n0, end, D, BLOCK_D, MASKED).to(q.dtype)
         raw = scores(q, k, n0, position, context, parents_idx, drafts, ROWS, MASKED)
         top = tl.max(raw, 1)
         if HALVES == 2:
             n2 = n0 + ROWS
             ahead2 = pages_at(pages_idx, n2 + BLOCK_N, end, PAGE, ROWS)
-            base2, cell2 = cells(page2, n2, page_stride, row_stride, PAGE, ROWS)
+            base2, cell2 = key_cells(
+                page2, pages_idx, n2, end, context, up_idx, leaf, sight, page_stride, row_stride,
+                PAGE, ROWS,
+            )  # fmt: skip
             k2 = fetch(k_ptr, base2, cell2, n2, end, D, BLOCK_D, MASKED).to(q.dtype)
             raw2 = scores(q, k2, n2, position, context, parents_idx, drafts, ROWS, MASKED)
             top = tl.maximum(top, tl.max(raw2, 1))

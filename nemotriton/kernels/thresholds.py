@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, launch, next_pow2, op
 from nemotriton.kernels.order import bits_value, order_bits
@@ -174,8 +175,11 @@ def _logit_thresholds(
     logits_stride,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = logits_ptr + r * logits_stride
     heat, k = tl.load(temperature_ptr + r), tl.load(top_k_ptr + r)
     p, m = tl.load(top_p_ptr + r), tl.load(min_p_ptr + r)
@@ -215,7 +219,7 @@ def logit_thresholds(
     threshold = torch.empty((R,), dtype=torch.float32, device=logits.device)
     tile = LOGIT_THRESHOLDS.tile(R, logits, V=V)
     args = (logits, temperature, top_k, top_p, min_p, threshold, logits.stride(0), V)
-    launch(_logit_thresholds, (R,), *args, **tile)
+    launch(_logit_thresholds, (R,), *args, **as_dependent(logits), **tile)
     return threshold
 
 

@@ -23,7 +23,6 @@ from torch import nn
 from nemotriton.errors import require
 from nemotriton.kernels import (
     Routing,
-    add_rms_norm,
     fp8_matmul,
     matmul,
     nvfp4_matmul,
@@ -33,12 +32,15 @@ from nemotriton.kernels import (
     run_experts_fp8,
     run_experts_nvfp4,
     run_experts_packed,
+    run_experts_scaled,
+    scaled_matmul,
 )
 from nemotriton.kernels.hopper_pack import pack_hopper
+from nemotriton.kernels.scale_tiles import swizzle_scales
 from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.expected import matrix_parts
 from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
-from nemotriton.model.packing import packs_for_hopper
+from nemotriton.model.packing import packs_for_hopper, tiles_for_blackwell
 from nemotriton.model.parallel import ONE, Shard
 
 
@@ -81,6 +83,7 @@ class Matrix(nn.Module):
     weight_scale_2: nn.Parameter
     input_scale: nn.Parameter
     words: nn.Parameter
+    scale_tiles: nn.Parameter
 
     def __init__(self, rows: int, cols: int, scope: Scope, experts: int = 0) -> None:
         super().__init__()
@@ -97,6 +100,11 @@ class Matrix(nn.Module):
         """The static scale that activations are quantised with, or None."""
         return self.input_scale if self.quantises else None
 
+    def scaled(self, scope: Scope) -> bool:
+        """Whether codes are multiplied by codes here, with scales in tiles."""
+        native = self.storage is Format.NVFP4 and self.quantises
+        return native and tiles_for_blackwell(scope.dtype, scope.device)
+
     def repack(self) -> None:
         """Put packed `words` in the place of NVFP4 codes and block scales."""
         words = pack_hopper(self.weight.detach(), self.weight_scale.detach())
@@ -104,6 +112,12 @@ class Matrix(nn.Module):
         self.register_parameter("words", nn.Parameter(words, requires_grad=False))
         if words.is_cuda:  # packed tensors do not fit where codes have been
             torch.cuda.empty_cache()
+
+    def tile_scales(self) -> None:
+        """Put scales in tiles in the place of those in rows."""
+        tiles = swizzle_scales(self.weight_scale.detach())
+        del self.weight_scale
+        self.register_parameter("scale_tiles", nn.Parameter(tiles, requires_grad=False))
 
     def permute_rows(self, order: torch.Tensor) -> None:
         """Reorder the rows, and with them the product's columns."""
@@ -115,7 +129,8 @@ class Matrix(nn.Module):
 
 
 class Linear(Matrix):
-    """y = epilogue(x W^T + b), W [rows, cols] in any format; `packed`: repacked for Hopper."""
+    """y = epilogue(x W^T + b), W [rows, cols] in any format; `packed`: repacked for Hopper,
+    `tiled`: its scales in tiles for Blackwell."""
 
     def __init__(self, rows: int, cols: int, scope: Scope, bias: bool = False) -> None:
         super().__init__(rows, cols, scope)
@@ -126,13 +141,17 @@ class Linear(Matrix):
             and not self.quantises
             and packs_for_hopper(rows, cols, scope.dtype, scope.device)
         )
-        self.packed = False
+        self.tileable = self.scaled(scope)
+        self.packed = self.tiled = False
 
     def prepare(self) -> None:
         """Repack the loaded weight where this GPU wants that."""
         if self.packable and not self.packed:
             self.repack()
             self.packed = True
+        elif self.tileable and not self.tiled:
+            self.tile_scales()
+            self.tiled = True
 
     def plain(self, *formats: Format) -> bool:
         """Whether y is x times a weight in one of these formats, and its scale: nothing else."""
@@ -155,6 +174,9 @@ class Linear(Matrix):
         if self.packed:
             return packed_matmul(x, self.words, self.rows, self.weight_scale_2, bias, *rest)
         weight = self.weight
+        if self.tiled:
+            scales = (self.scale_tiles, self.weight_scale_2, self.input_scale)
+            return scaled_matmul(x, weight, *scales, bias, *rest)
         if self.storage is Format.BF16:
             return matmul(x, weight, bias, *rest)
         scale, inputs = self.weight_scale, self.used_input_scale
@@ -183,19 +205,27 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with weight [D], alone or fused with the residual add before it."""
+    """RMS norm with weight [D], alone or fused with the residual add before it; shard: whose parts
+    are added up first."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = ONE,
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.shard = eps, shard
         self.weight = parameter((width,), dtype, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of residual + x, residual + x)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        """(norm of residual + x, residual + x), x the sum of all ranks' x."""
+        return self.shard.add_norm(x, residual, self.weight, self.eps)
 
 
 class Experts(nn.Module):
@@ -203,7 +233,8 @@ class Experts(nn.Module):
 
     Every expert keeps its own scales. Activations are quantised for both matrices or for none.
     UnsupportedError where up and down differ in format. `packed`: the matrices have been repacked
-    for Hopper; then `ordered` may say that x's columns stand in `hopper_pack.k_order`.
+    for Hopper; then `ordered` may say that x's columns stand in `hopper_pack.k_order`. `tiled`:
+    their scales lie in tiles for Blackwell.
     """
 
     def __init__(self, experts: int, width: int, latent: int, scope: Scope) -> None:
@@ -223,7 +254,8 @@ class Experts(nn.Module):
             and not self.quantises
             and packs_for_hopper(width, latent, scope.dtype, scope.device)
         )
-        self.packed = self.ordered = False
+        self.tileable = self.up_proj.scaled(scope) and self.down_proj.scaled(scope)
+        self.packed = self.ordered = self.tiled = False
 
     def prepare(self) -> None:
         """Repack the loaded matrices where this GPU wants that, one after the other."""
@@ -231,6 +263,10 @@ class Experts(nn.Module):
             for matrix in (self.up_proj, self.down_proj):
                 matrix.repack()
             self.packed = True
+        elif self.tileable and not self.tiled:
+            self.up_proj.tile_scales()
+            self.down_proj.tile_scales()
+            self.tiled = True
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """x [T, L] -> the weighted sum over each token's experts, [T, L]."""
@@ -238,6 +274,10 @@ class Experts(nn.Module):
         if self.packed:
             words = (up.words, up.weight_scale_2, down.words, down.weight_scale_2)
             return run_experts_packed(x, *words, self.width, routing, self.ordered)
+        if self.tiled:
+            first = (up.weight, up.scale_tiles, up.weight_scale_2)
+            second = (down.weight, down.scale_tiles, down.weight_scale_2)
+            return run_experts_scaled(x, *first, *second, routing, up.input_scale, down.input_scale)
         inputs = (up.input_scale, down.input_scale) if self.quantises else (None, None)
         match up.storage:
             case Format.BF16:

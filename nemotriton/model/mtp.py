@@ -36,13 +36,13 @@ class MtpLayer(nn.Module):
     ) -> None:
         super().__init__()
         width, eps = config.width, config.eps
-        dtype, device = scope.dtype, scope.device
+        dtype, device, shard = scope.dtype, scope.device, scope.shard
         self.enorm = RMSNorm(width, eps, dtype, device) if first else None
         self.hnorm = RMSNorm(width, eps, dtype, device) if first else None
         self.eh_proj = Linear(width, 2 * width, scope.at("eh_proj")) if first else None
-        self.norm = RMSNorm(width, eps, dtype, device)
+        self.norm = RMSNorm(width, eps, dtype, device, shard)
         self.mixer = mixer
-        self.final_layernorm = RMSNorm(width, eps, dtype, device) if last else None
+        self.final_layernorm = RMSNorm(width, eps, dtype, device, shard) if last else None
 
 
 class MtpBlock(nn.Module):
@@ -101,7 +101,7 @@ class MtpBlock(nn.Module):
                 x = layer.norm(residual)
             else:
                 x, residual = layer.norm.add(delta, residual)
-            delta = self.shard.add(layer.mixer(x, batch, caches))
+            delta = layer.mixer(x, batch, caches)
         last: Any = self.steps[-1]
         assert delta is not None
         return last.final_layernorm.add(delta, residual)[0]

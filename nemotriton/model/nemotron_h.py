@@ -4,8 +4,9 @@
     logits = head(norm_f(h))                         embeddings
 
 The residual add of one block and the norm of the next run as one op, so between blocks the model
-carries (delta, residual). `probe`, where given, is called with a name and a tensor at every
-boundary: "layers.N.norm", "layers.N.mixer", "layers.N" (the residual after layer N), "norm_f".
+carries (delta, residual); of several ranks each has a part of delta, which that op adds up first.
+`probe`, where given, is called with a name and a tensor at every boundary: "layers.N.norm",
+"layers.N.mixer", "layers.N" (the residual after layer N), "norm_f".
 """
 
 from collections.abc import Callable
@@ -30,11 +31,10 @@ Probe = Callable[[str, torch.Tensor], None]
 class Block(nn.Module):
     """One layer: a norm and a mixer; the residual add belongs to the norm that follows."""
 
-    def __init__(
-        self, mixer: nn.Module, config: ModelConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, mixer: nn.Module, config: ModelConfig, scope: Scope) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.width, config.eps, dtype, device)
+        at = scope.dtype, scope.device, scope.shard
+        self.norm = RMSNorm(config.width, config.eps, *at)
         self.mixer = mixer
 
 
@@ -67,10 +67,10 @@ class NemotronH(nn.Module):
             inside = scope.at(f"layers.{layer}.mixer")
             sizes = config.mlp_widths[layer], config.moes[layer]
             mixer = make_mixer(config, kind, counts[kind], *sizes, inside)
-            blocks.append(Block(mixer, config, dtype, device))
+            blocks.append(Block(mixer, config, scope))
             counts[kind] += 1
         self.layers = nn.ModuleList(blocks)
-        self.norm_f = RMSNorm(config.width, config.eps, dtype, device)
+        self.norm_f = RMSNorm(config.width, config.eps, dtype, device, shard)
         head = scope.at("lm_head")
         rows = config.vocab // shard.ranks
         self.lm_head = None if config.tied else Linear(rows, config.width, head)
@@ -106,7 +106,7 @@ class NemotronH(nn.Module):
                 x, residual = block.norm.add(delta, residual)
                 if probe is not None:
                     probe(f"layers.{i - 1}", residual)
-            delta = self.shard.add(block.mixer(x, batch, caches))
+            delta = block.mixer(x, batch, caches)
             if probe is not None:
                 probe(f"layers.{i}.norm", x)
                 probe(f"layers.{i}.mixer", delta)

@@ -2,8 +2,6 @@
 
 The codes, the order of operations and every special case are those of `kernels.fp4`, whose torch
 functions these are; here each leading matrix of [..., N, K] has a global scale of its own.
-
-Source of the 128 x 4 layout: cuBLAS.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from nemotriton.kernels.fp4 import e2m1_encode_ref as e2m1_encode
 from nemotriton.kernels.fp4 import e4m3_decode_ref as e4m3_decode
 from nemotriton.kernels.fp4 import e4m3_encode_ref as e4m3_encode
 from nemotriton.kernels.fp4 import nvfp4_values_ref as nvfp4_values
+from nemotriton.kernels.scale_tiles import swizzle_scales, unswizzle_scales
 
 __all__ = [
     "Fp8",
@@ -45,8 +44,6 @@ __all__ = [
     "unpack",
     "unswizzle_scales",
 ]
-
-_TILE_ROWS, _TILE_COLS = 128, 4  # of a tile of swizzled block scales
 
 
 class Nvfp4(NamedTuple):
@@ -107,28 +104,3 @@ def quantize_fp8(x: torch.Tensor, global_scale: torch.Tensor | None = None) -> F
 def dequantize_fp8(weight: Fp8) -> torch.Tensor:
     """w = e4m3 * g in fp32, [..., N, K]."""
     return weight.codes.float() * weight.global_scale[..., None, None]
-
-
-# -------------------------------------------------------------------------------- layouts of scales
-def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales [..., R, C], row by row, -> the tensor cores' tiles [..., R/128 * C/4 * 512].
-
-    Rows are padded to 128 and columns to 4 with zeros. Tiles are ordered by rows of tiles; inside a
-    tile scale (r, c) is at (r % 32) * 16 + (r // 32) * 4 + c. The dtype is kept.
-    """
-    raw = scales.view(torch.uint8)
-    *lead, rows, cols = raw.shape
-    row_tiles, col_tiles = -(-rows // _TILE_ROWS), -(-cols // _TILE_COLS)
-    padded = raw.new_zeros(*lead, row_tiles * _TILE_ROWS, col_tiles * _TILE_COLS)
-    padded[..., :rows, :cols] = raw
-    tiles = padded.view(*lead, row_tiles, 4, 32, col_tiles, 4).transpose(-4, -2)
-    return tiles.flatten(-5).view(scales.dtype)  # [..., row tile, column tile, 32, 4, 4]
-
-
-def unswizzle_scales(tiles: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """The inverse of `swizzle_scales`: [..., bytes] -> [..., rows, cols]."""
-    row_tiles, col_tiles = -(-rows // _TILE_ROWS), -(-cols // _TILE_COLS)
-    *lead, _ = tiles.shape
-    raw = tiles.view(torch.uint8).view(*lead, row_tiles, col_tiles, 32, 4, 4).transpose(-4, -2)
-    whole = raw.reshape(*lead, row_tiles * _TILE_ROWS, col_tiles * _TILE_COLS)
-    return whole[..., :rows, :cols].contiguous().view(tiles.dtype)

@@ -3,8 +3,9 @@
 Hopper has no tensor core for 4-bit numbers: NVFP4 weights are decoded in registers there, which is
 fastest from words in the order of its fragments (`kernels.hopper_pack`). So on compute capability
 9.x, with 16-bit activations that are not quantised, NVFP4 matrices are repacked once they are
-loaded, one by one, and only the packed words stay. Everything else runs on the checkpoint's
-own layout.
+loaded, one by one, and only the packed words stay. Blackwell (10.x) multiplies NVFP4 by NVFP4:
+there, where activations are quantised, the codes stay and their scales go to tiles
+(`kernels.scale_tiles`). Everything else runs on the checkpoint's own layout.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 
 from nemotriton import device as devices
 from nemotriton.kernels.hopper_pack import packed_bytes
+from nemotriton.kernels.scale_tiles import tile_bytes
 from nemotriton.model.expected import Expected, Role
 
-_HOPPER = 9  # major compute capability
+_HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_PADDING = 1.15  # packed bytes over the checkpoint's: narrow slices stay as they are
 _FORCED: ContextVar[bool | None] = ContextVar("packing forced", default=None)
@@ -27,8 +29,9 @@ _FORCED: ContextVar[bool | None] = ContextVar("packing forced", default=None)
 
 @contextlib.contextmanager
 def forced_packing(on: bool) -> Iterator[None]:
-    """Models made inside the block pack NVFP4 matrices for Hopper, or do not, wherever they run and
-    whatever their widths: for tests on other devices, and for comparing the two forms."""
+    """Models made inside the block put NVFP4 matrices into an architecture's form (words, or tiles
+    of scales where activations are quantised), or do not, wherever they run and whatever their
+    widths: for tests on other devices, and for comparing the forms."""
     token = _FORCED.set(on)
     try:
         yield
@@ -48,16 +51,30 @@ def packs_for_hopper(rows: int, cols: int, dtype: torch.dtype, device: torch.dev
     return hopper and packed_bytes(rows, cols) <= _MOST_PADDING * (rows * cols * 9 // 16)
 
 
+def tiles_for_blackwell(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the scales of NVFP4 matrices whose products quantise activations of `dtype` are to be
+    put into tiles on `device`."""
+    if dtype not in _DTYPES:
+        return False
+    forced = _FORCED.get()
+    if forced is not None:
+        return forced
+    return device.type == "cuda" and devices.info(device).capability[0] == _BLACKWELL
+
+
 def padding_bytes(
     expected: Mapping[str, Expected], act_quant: bool, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """What packed matrices take beyond the bytes of a checkpoint's tensors."""
+    """What packed matrices, or their scales in tiles, take beyond a checkpoint's tensors."""
     extra = 0
     for entry in expected.values():
-        if entry.role is not Role.CODES or act_quant:
+        if entry.role is not Role.CODES:
             continue
         rows, cols = entry.shape[-2], 2 * entry.shape[-1]
-        if packs_for_hopper(rows, cols, dtype, device):
+        each = 0
+        if act_quant and tiles_for_blackwell(dtype, device):
+            each = tile_bytes(rows, cols) - rows * cols // 16
+        elif not act_quant and packs_for_hopper(rows, cols, dtype, device):
             each = packed_bytes(rows, cols) - rows * cols * 9 // 16
-            extra += max(1, entry.experts) * each
+        extra += max(1, entry.experts) * each
     return extra

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemotriton.errors import ConfigError, require
-from nemotriton.kernels import OwnRouting, Routing
+from nemotriton.kernels import OwnRouting, Routing, add_rms_norm
 from nemotriton.model.config import ModelConfig, MoeConfig
 from nemotriton.model.expected import Expected, Role
 from nemotriton.model.formats import NVFP4_GROUP
@@ -217,6 +217,14 @@ class Shard:
             return self.sums.add(part)
         dist.all_reduce(part)
         return part
+
+    def add_norm(
+        self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of residual + the sum of all ranks' parts, that residual); see `add_rms_norm`."""
+        if self.sums is not None and self.sums.takes_rows(part):
+            return self.sums.add_norm(part, residual, weight, eps)
+        return add_rms_norm(self.add(part), residual, weight, eps)
 
     def add_once(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts on the first rank, and zeros on the others."""

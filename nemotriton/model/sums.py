@@ -1,38 +1,73 @@
-"""Sums of a few rows over the GPUs of one host, in one short kernel.
+"""Sums of a few rows over the GPUs of one host, in short kernels.
 
 NCCL takes about ten microseconds for any sum, however small, and a decode step has one a mixer.
-PyTorch's symmetric memory lets a GPU read the others' memory: every rank copies its part into such
-a buffer, waits for the others, and adds all parts up itself, in the order of the ranks, so that all
-get the same bits. Everybody reads everything, so this is for small parts only. NVLink multicast is
-not used. Where the memory cannot be had, as between machines, NCCL adds up everything.
+PyTorch's symmetric memory lets a GPU reach the others' memory, so that one kernel can fetch their
+parts (PyTorch's own, for any tensor) or send its own and take theirs in while it does the residual
+add and the norm that follow (`kernels.rank_sums`, for rows of the residual stream). Everybody does
+the whole sum, so this is for small parts only; all ranks get the same bits. NVLink multicast is not
+used. Where the memory cannot be had, as between machines, NCCL adds up everything.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nemotriton.kernels import add_rms_norm
+from nemotriton.kernels.rank_sums import (
+    ROWS,
+    RankRows,
+    slot_bytes,
+    sum_add_rms_norm,
+    sums_rows,
+)
 
 log = logging.getLogger(__name__)
 _MOST = 1 << 20  # bytes that a rank reads from the others
 _ALIGN = 16  # bytes
 _DTYPES = (torch.bfloat16, torch.float32)
+_TURNS = 1 << 20  # looks at a flag in a first try: about a second
+WAYS = ("fused", "small", "nccl")
 
 
 class SmallSums:
-    """The buffer and who shares it. Every rank must make one at the same time."""
+    """The buffers and who shares them. Every rank must make one at the same time.
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        import torch.distributed._symmetric_memory as symmetric
+    rows: of the sums that go on to a norm, None where those are two launches."""
 
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         group = dist.group.WORLD
         assert group is not None
+        self.rank, self.ranks = rank, ranks
         self.most = _MOST // (ranks - 1) // _ALIGN * _ALIGN
-        self.group_name: str = group.group_name
-        self.buffer = symmetric.empty(self.most, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self.buffer, self.group_name)
+        self._group, self.group_name = group, str(group.group_name)
+        self.buffer, _ = self._shared(self.most, device)
+        self.rows: RankRows | None = None
+        self._held: list[torch.Tensor] = []
+
+    def _shared(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
+        """Zeros that all reach, and where each rank's are."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        handle: Any = symmetric.rendezvous(memory, self._group)
+        return memory.zero_(), list(handle.buffer_ptrs)
+
+    def share_rows(self, device: torch.device) -> None:
+        """Make the buffers for `add_norm`."""
+        slots, slots_at = self._shared(slot_bytes(self.ranks), device)
+        flags, flags_at = self._shared(4 * ROWS * self.ranks, device)
+        self._held = [slots, flags]
+        self.rows = RankRows(
+            self.rank,
+            torch.tensor(slots_at, dtype=torch.int64, device=device),
+            torch.tensor(flags_at, dtype=torch.int64, device=device),
+            torch.zeros(ROWS, dtype=torch.int32, device=device),
+        )
 
     def takes(self, part: torch.Tensor) -> bool:
         """Whether this part is small enough, of whole words, and of a type that is added up."""
@@ -47,28 +82,73 @@ class SmallSums:
         )
         return found
 
+    def takes_rows(self, part: torch.Tensor) -> bool:
+        """Whether `add_norm` takes this part."""
+        return self.rows is not None and sums_rows(part)
 
-def small_sums(ranks: int, device: torch.device) -> SmallSums | None:
-    """What adds small parts up, once it has shown that it can; None where NCCL or gloo has to.
+    def add_norm(
+        self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_rms_norm` of the sum of all ranks' parts."""
+        assert self.rows is not None
+        return sum_add_rms_norm(part, residual, weight, eps, self.rows)
 
-    NEMOTRITON_SUMS=nccl leaves all to NCCL. Every rank must call this at the same time."""
-    if device.type != "cuda" or os.environ.get("NEMOTRITON_SUMS") == "nccl":
+
+def small_sums(rank: int, ranks: int, device: torch.device) -> SmallSums | None:
+    """What adds small parts up, as far as it has shown that it can; None where NCCL or gloo has to.
+
+    NEMOTRITON_SUMS is fused (the default), small (no sums inside norms) or nccl. Every rank must
+    call this at the same time."""
+    way = os.environ.get("NEMOTRITON_SUMS", WAYS[0])
+    if device.type != "cuda" or way == "nccl":
         return None
     # a host's GPUs may be shared by machines that multicast would take down
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    made, right = None, False
+    made: SmallSums | None = None
     try:
-        made = SmallSums(ranks, device)
-        right = _adds_up(made, ranks, device)
+        made = SmallSums(rank, ranks, device)
+        right = _adds_up(made, device)
     except (RuntimeError, ImportError, AttributeError) as problem:
         log.debug("no symmetric memory: %s", problem)
+        right = False
+    if not _all_agree(right) or made is None:
+        return None
+    if way == WAYS[0]:
+        made.share_rows(device)
+        torch.cuda.synchronize(device)
+        if not _all_agree(_adds_norms(made, device)):
+            made.rows = None
+    return made
+
+
+def _all_agree(right: bool) -> bool:
+    """Whether it is right on every rank; none goes on before all have come here."""
     agreed = torch.tensor(int(right))
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return made if int(agreed) else None
+    return bool(agreed)
 
 
-def _adds_up(sums: SmallSums, ranks: int, device: torch.device) -> bool:
-    rank = dist.get_rank()
-    part = torch.arange(64, device=device, dtype=torch.float32) + rank
+def _adds_up(sums: SmallSums, device: torch.device) -> bool:
+    ranks = sums.ranks
+    part = torch.arange(64, device=device, dtype=torch.float32) + sums.rank
     wanted = ranks * torch.arange(64, device=device) + ranks * (ranks - 1) / 2
     return bool((sums.add(part) == wanted).all())
+
+
+def _adds_norms(sums: SmallSums, device: torch.device, rows: int = 3, width: int = 512) -> bool:
+    """Whether some sums inside norms come out right, after one that compiles the kernel."""
+    assert sums.rows is not None
+    weight = torch.ones(width, dtype=torch.bfloat16, device=device)
+    right = True
+    for turn in range(4):
+        g = torch.Generator().manual_seed(turn)
+        drawn = torch.randn(sums.ranks + 1, rows, width, generator=g).bfloat16().to(device)
+        parts, residual = drawn[:-1], drawn[-1]
+        total = sum((p.float() for p in parts), torch.zeros(rows, width, device=device))
+        wanted, stream = add_rms_norm(total.bfloat16(), residual, weight)
+        got = sum_add_rms_norm(parts[sums.rank], residual, weight, 1e-5, sums.rows, _TURNS)
+        equal = torch.equal(got[1], stream) and torch.allclose(got[0], wanted, rtol=1e-2, atol=1e-2)
+        if not _all_agree(True):
+            return False
+        right = right and (equal or turn == 0)
+    return right

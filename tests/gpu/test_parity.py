@@ -28,6 +28,7 @@ HEAVY = {
     "ssd_prefill_chunked": (64, 300),
     "ssm_update": (1, 5, 64, 300),
     "ssm_replay": (1, 5, 64),
+    "mamba_step": (1, 5, 64),
     "sample_tokens": (1, 5, 64),
     "logit_thresholds": (1, 5, 64),
 }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.forced import Forced
 from nemotriton import LLM, SamplingParams
 from nemotriton.engine.graphs import Flight
 from nemotriton.engine.request import Step
@@ -51,6 +52,24 @@ def test_the_same_tokens(options: dict[str, Any], cancelled: int) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("rollback", ["lanes", "replay"])
+def test_the_same_tokens_with_drafts(rollback: str) -> None:
+    """Of which each pass accepts one, right or wrong: what follows hangs on the whole past."""
+    found = []
+    forced = Forced(4, 2, "cuda")
+    forced.always(1)
+    for ahead in (True, False):
+        with forced.installed(), LLM.synthetic(
+            "tiny", dtype="float32", device="cuda", max_context=512, max_requests=4, drafts=2,
+            adapt_drafts=False, rollback=rollback,
+        ) as llm:  # fmt: skip
+            llm.engine.run_ahead = ahead
+            found.append(served(llm, 4))
+            assert llm.stats()["graphs"]["other_steps"] == 0
+            assert llm.stats()["drafts"]["tokens_per_pass"] > 1.9
+    assert found[0] == found[1]
+
+
 def test_the_device_starts_the_next_step_by_itself() -> None:
     """While the host reads a step's tokens, the next one has been queued: with a host that sleeps
     before it reads, two steps take no longer than they need."""
@@ -62,12 +81,12 @@ def test_the_device_starts_the_next_step_by_itself() -> None:
         own = runner.read
         done: list[bool] = []
 
-        def late(flight: Flight) -> Any:
+        def late(step: Step, flight: Flight) -> Any:
             torch.cuda.synchronize()
             ahead = llm.engine._ahead
             assert ahead is not None
             done.append(ahead[1].mark.query())
-            return own(flight)
+            return own(step, flight)
 
         runner.read = late  # type: ignore[method-assign]
         for _ in range(8):
