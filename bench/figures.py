@@ -36,8 +36,8 @@ app = application(__doc__)
 
 
 def traffics(texts: list[str]) -> list[Traffic]:
-    """`8192:1024:32:128` is in, out, at a time, prompts."""
-    return [Traffic(*(int(n) for n in text.split(":"))) for text in texts]
+    """`8192:1024:32:128` is in, out, at a time, prompts; an empty text is none."""
+    return [Traffic(*(int(n) for n in text.split(":"))) for text in texts if text]
 
 
 def each(work: list[Callable[[], Iterator[Row]]]) -> Iterator[Row]:
@@ -63,7 +63,7 @@ def measure(
     """Rows of one start; prompts alone are measured without drafts only."""
     longest = max([1024 + decode.room(drafts, count), *(n + 8 for n in lengths)])
     longest = max([longest, *(t.given + t.wanted + 8 for t in wanted)])
-    recorded = sorted({*batches, *(n for t in wanted for n in load.rungs(t.most))})
+    recorded = sorted({1, *batches, *(n for t in wanted for n in load.rungs(t.most))})
     size = {"requests": recorded[-1], "context": longest, "piece": piece, "batches": recorded}
     with setup.started(drafts, **size, graphs=True) as (llm, _):  # type: ignore[arg-type]
         running = Running(llm, setup, setup.weights(drafts), drafts, facts, rates)
@@ -91,7 +91,8 @@ def main(
     batch: Annotated[str, typer.Option(help="Sequences of decode steps.")] = "1,16,64",
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "8192,65536",
     traffic: Annotated[
-        list[str] | None, typer.Option("--load", help="in:out:at a time:prompts; repeatable.")
+        list[str] | None,
+        typer.Option("--load", help="in:out:at a time:prompts; repeatable; empty: none."),
     ] = None,
     count: Annotated[int, typer.Option("--steps", help="Decode steps behind each number.")] = 30,
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
