@@ -1,4 +1,4 @@
-"""Ops whose batch must not change bits: one tile for all token counts, in the sweep and in files."""
+"""Ops whose batch must not change bits: one tile for all token counts, swept and filed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
