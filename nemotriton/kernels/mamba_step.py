@@ -225,18 +225,18 @@ def _mamba_step(
     y_at = row * (H * P) + rows
     tl.store(raw_ptr + y_at, y.to(raw_ptr.dtype.element_ty), mask=on_p)
     tl.store(y_ptr + y_at, tl.zeros_like(x), mask=in_p & filled & (slot < 0))
+    tl.debug_barrier()  # all threads have read the window, and stored their part of y
+    # the state is stored behind the count, which else would wait until it has arrived
+    arrived = arrivals_ptr + slot * G + g
+    last = tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1
+    if PDL:  # not before: where programs still sit, the next kernel's would spread unevenly
+        tl.extra.cuda.gdc_launch_dependents()
     seed, position = _noise_key(seeds_ptr, lengths_idx, s, 1)
     stored, scale = _rounded(
         h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
     )
     store_state(stored, scale, h_at, scales_ptr, scale_at, mask, on_p)
-
-    tl.debug_barrier()  # all threads have read the window, and stored their part of y
     _move(window_at + rows, window_row, x_tokens, on_p, W)
-    arrived = arrivals_ptr + slot * G + g
-    last = tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1
-    if PDL:  # not before: where programs still sit, the next kernel's would spread unevenly
-        tl.extra.cuda.gdc_launch_dependents()
     if on & last:
         tl.store(arrived, 0)
         _close_group(
