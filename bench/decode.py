@@ -28,12 +28,11 @@ from bench.models import (
     Model,
     Quant,
     Rollback,
+    Running,
     Setup,
     StateDtype,
     Synthetic,
-    blank,
     facts_here,
-    formats,
     held,
     numbers,
 )
@@ -191,30 +190,38 @@ def measure(
     graphs: bool,
     command: str,
 ) -> Iterator[Row]:
-    """A printed row for each load, all by one model; what does not fit has a row that says so."""
-    weights = setup.weights(drafts)
+    """A printed row for each load, all by one model."""
     batches = sorted({load.batch for load in wanted})
-    longest = max(load.context for load in wanted) + (steps.WARM + each + 8) * (drafts + 1)
-    longest += PAGE_SIZE  # newcomers leave a page to each that runs
+    longest = max(load.context for load in wanted) + room(drafts, each)
     size = {"requests": batches[-1], "context": longest, "piece": 256, "batches": batches}
     with setup.started(drafts, **size, graphs=graphs) as (llm, _):  # type: ignore[arg-type]
-        print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
-        tables = []
-        for load in wanted:
-            case = {"context": load.context, "drafts": drafts, "acceptance": setup.acceptance}
-            name = weights.config.name
-            row = blank("decode", name, setup.quant, load.batch, command, **case | formats(llm))
-            row |= rows.environment(facts)
-            try:
-                real = held(llm, load.batch, load.context, drafts)
-                row |= measured(llm, weights, real, facts, each)
-                tables.append(layers_table(row))
-            except BenchError as problem:
-                row |= {"status": "does not fit", "note": str(problem)}
-            print(line(row), flush=True)
-            yield row
-        print("\n" + "\n\n".join(tables))
+        running = Running(llm, setup, setup.weights(drafts), drafts, facts)
+        yield from by(running, wanted, each, command)
         print(f"since then: {llm.stats()['graphs']}", file=sys.stderr)
+
+
+def room(drafts: int, each: int) -> int:
+    """Tokens that measuring adds to a context, and the page that newcomers leave to each."""
+    return (steps.WARM + each + 8) * (drafts + 1) + PAGE_SIZE
+
+
+def by(running: Running, wanted: list[Load], each: int, command: str) -> Iterator[Row]:
+    """A printed row for each load by a model that has started; what does not fit says so."""
+    print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
+    tables, drafts = [], running.drafts
+    for load in wanted:
+        case = {"context": load.context, "drafts": drafts}
+        case |= {"acceptance": running.setup.acceptance if drafts else None}  # type: ignore[dict-item]
+        row = running.row("decode", load.batch, command, **case)
+        try:
+            real = held(running.llm, load.batch, load.context, drafts)
+            row |= measured(running.llm, running.weights, real, running.facts, each)
+            tables.append(layers_table(row))
+        except BenchError as problem:
+            row |= {"status": "does not fit", "note": str(problem)}
+        print(line(row), flush=True)
+        yield row
+    print("\n" + "\n\n".join(tables), flush=True)
 
 
 if __name__ == "__main__":

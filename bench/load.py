@@ -9,6 +9,7 @@ steps' (`bench.decode`, at full concurrency and the middle of the answer) one af
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,12 +27,11 @@ from bench.models import (
     Model,
     Quant,
     Rollback,
+    Running,
     Setup,
     StateDtype,
     Synthetic,
-    blank,
     facts_here,
-    formats,
     held,
     numbers,
     rates_here,
@@ -175,27 +175,30 @@ def rungs(most: int) -> list[int]:
 
 def measure(
     setup: Setup, wanted: list[Traffic], drafts: int, facts: Facts, rates: Rates, piece: int
-) -> list[Row]:
+) -> Iterator[Row]:
     """A printed row for each traffic, all by one model."""
-    weights, found = setup.weights(drafts), []
-    most = max(t.most for t in wanted)
     longest = max(t.given + t.wanted for t in wanted) + 8
     recorded = sorted({n for t in wanted for n in rungs(t.most)})
-    size = {"requests": most, "context": longest, "piece": piece, "batches": recorded}
+    size = {"requests": recorded[-1], "context": longest, "piece": piece, "batches": recorded}
     with setup.started(drafts, **size) as (llm, _):  # type: ignore[arg-type]
-        print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
-        for t in wanted:
-            command = f"python -m bench.load {setup.words()} --in {t.given} --out {t.wanted} "
-            command += f"--concurrency {t.most} --prompts {t.prompts} --drafts {drafts}"
-            case = {"in": t.given, "out": t.wanted, "prompts": t.prompts, "piece": piece}
-            case |= {"drafts": drafts, "acceptance": setup.acceptance} | formats(llm)
-            row = blank("load", weights.config.name, setup.quant, t.most, command, **case)
-            row |= rows.environment(facts)
-            row["ceilings"] |= {"fp8_tflops": rates.fp8_tflops}
-            row |= measured(llm, weights, t, drafts, setup.acceptance, rates)
-            print(line(row), flush=True)
-            found.append(row)
-    return found
+        yield from by(Running(llm, setup, setup.weights(drafts), drafts, facts, rates), wanted)
+
+
+def by(running: Running, wanted: list[Traffic]) -> Iterator[Row]:
+    """A printed row for each traffic by a model that has started."""
+    print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
+    llm, drafts, rates = running.llm, running.drafts, running.rates
+    assert rates is not None
+    share = running.setup.acceptance if drafts else None
+    for t in wanted:
+        command = f"python -m bench.load {running.setup.words()} --in {t.given} --out {t.wanted} "
+        command += f"--concurrency {t.most} --prompts {t.prompts} --drafts {drafts}"
+        piece = llm.engine.scheduler.prefill_piece
+        case = {"in": t.given, "out": t.wanted, "prompts": t.prompts, "piece": piece}
+        row = running.row("load", t.most, command, **case, drafts=drafts, acceptance=share)
+        row |= measured(llm, running.weights, t, drafts, share, rates)
+        print(line(row), flush=True)
+        yield row
 
 
 @app.command()

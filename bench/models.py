@@ -110,6 +110,27 @@ class Setup:
             yield llm, forced
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A model that has started, and the GPU's ceilings; rates: None where prompts do not count."""
+
+    llm: LLM
+    setup: Setup
+    weights: Weights
+    drafts: int
+    facts: Facts
+    rates: Rates | None = None
+
+    def row(self, suite: str, tokens: int, command: str, **case: Any) -> Row:
+        """A row without numbers, of this model in its formats, here and now."""
+        name, quant = self.weights.config.name, self.setup.quant
+        row = blank(suite, name, quant, tokens, command, **case | formats(self.llm))
+        row |= rows.environment(self.facts)
+        if self.rates is not None:
+            row["ceilings"] |= {"fp8_tflops": self.rates.fp8_tflops}
+        return row
+
+
 def held(llm: LLM, batch: int, context: int, drafts: int = 0, tokens: int = 0) -> Load:
     """A load with the formats that the caches really have."""
     kv, mamba = llm.runner.caches.kv, llm.runner.caches.mamba

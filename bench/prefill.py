@@ -24,12 +24,11 @@ from bench.models import (
     Layers,
     Model,
     Quant,
+    Running,
     Setup,
     StateDtype,
     Synthetic,
-    blank,
     facts_here,
-    formats,
     held,
     numbers,
     rates_here,
@@ -135,24 +134,25 @@ def measure(
     setup: Setup, lengths: list[int], facts: Facts, rates: Rates, piece: int, repeat: int
 ) -> Iterator[Row]:
     """A printed row for each length, all by one model."""
-    weights = setup.weights(0)
-    with setup.started(0, requests=1, context=max(lengths) + 8, piece=piece, batches=[1]) as (
-        llm,
-        _,
-    ):
-        print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
-        tables = []
-        for tokens in lengths:
-            command = f"python -m bench.prefill {setup.words()} --tokens {tokens} --piece {piece}"
-            case = {"piece": piece} | formats(llm)
-            row = blank("prefill", weights.config.name, setup.quant, tokens, command, **case)
-            row |= rows.environment(facts)
-            row["ceilings"] |= {"fp8_tflops": rates.fp8_tflops}
-            row |= measured(llm, weights, tokens, rates, repeat, piece)
-            tables.append(kinds_table(row))
-            print(line(row), flush=True)
-            yield row
-        print("\n" + "\n\n".join(tables))
+    size = {"requests": 1, "context": max(lengths) + 8, "piece": piece, "batches": [1]}
+    with setup.started(0, **size) as (llm, _):  # type: ignore[arg-type]
+        yield from by(Running(llm, setup, setup.weights(0), 0, facts, rates), lengths, repeat)
+
+
+def by(running: Running, lengths: list[int], repeat: int) -> Iterator[Row]:
+    """A printed row for each length by a model that has started."""
+    print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
+    llm, rates, tables = running.llm, running.rates, []
+    assert rates is not None
+    piece = llm.engine.scheduler.prefill_piece
+    for tokens in lengths:
+        words = f"{running.setup.words()} --tokens {tokens} --piece {piece}"
+        row = running.row("prefill", tokens, f"python -m bench.prefill {words}", piece=piece)
+        row |= measured(llm, running.weights, tokens, rates, repeat, piece)
+        tables.append(kinds_table(row))
+        print(line(row), flush=True)
+        yield row
+    print("\n" + "\n\n".join(tables), flush=True)
 
 
 @app.command()

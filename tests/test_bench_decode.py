@@ -16,6 +16,7 @@ from bench import (
     cost,
     decode,
     drafts,
+    figures,
     layers,
     load,
     model,
@@ -211,7 +212,7 @@ def test_prompts_of_every_length_and_piece(capsys: pytest.CaptureFixture[str]) -
 def test_a_load_gets_all_its_tokens(k: int, capsys: pytest.CaptureFixture[str]) -> None:
     setup = replace(TINY, acceptance=0.7)
     traffic = [load.Traffic(given=24, wanted=9, most=n, prompts=3) for n in (1, 2)]
-    found = load.measure(setup, traffic, k, FACTS, RATES, 32)
+    found = rows_of(load.measure(setup, traffic, k, FACTS, RATES, 32))
     assert [r["tokens"] for r in found] == [1, 2]
     assert all(r["first_token_ms"] > 0 and r["between_ms"] > 0 for r in found)
     assert all(r["case"]["in"] == 24 for r in found)
@@ -372,3 +373,24 @@ def test_a_start_is_told_part_by_part(tmp_path: Path, monkeypatch: pytest.Monkey
         inside = sum(seconds[part] for part in ("import", "weights", "steps", "first"))
         assert inside < seconds["all"]
         assert seconds["beyond"] == pytest.approx(seconds["all"] - seconds["weights"])
+
+
+def test_all_figures_by_one_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures.traffics([""]) == []
+    traffic = figures.traffics(["24:9:2:3", "24:40:1:1"])
+    for k, suites in ((0, ["decode"] * 2 + ["prefill"] + ["load"] * 2), (2, ["decode"] * 2)):
+        setup = replace(TINY, acceptance=0.7 if k else None)
+        sizes = ([1, 2], [70], traffic if not k else [])
+        found = rows_of(figures.measure(setup, k, *sizes, 3, 32, FACTS, RATES))
+        assert [r["suite"] for r in found] == suites
+        assert {r["case"].get("drafts", 0) for r in found} == {k}
+        assert all(f"bench.{r['suite']} tiny" in r["command"].replace("preset:", "") for r in found)
+    told: list[Row] = []
+
+    def failing() -> Iterator[Row]:
+        raise steps.BenchError("no")
+        yield
+
+    told += figures.each([failing, lambda: iter([{"us": 1}])])
+    assert told == [{"us": 1}]
+    assert "BenchError: no" in capsys.readouterr().err

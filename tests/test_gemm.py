@@ -60,7 +60,7 @@ def test_every_matrix_of_super_is_a_case_once() -> None:
     assert len(sizes) == len(cases)
     latent = {(1024, 4096), (4096, 1024)}
     shared = {(5376, 4096), (4096, 5376)}
-    attention = {(4096, 4096), (256, 4096)}
+    attention = {(4608, 4096), (4096, 4096)}  # q, k and v in one
     assert sizes.keys() == latent | shared | attention | {
         (18560, 4096), (4096, 8192), (131072, 4096), (512, 4096),
     }  # fmt: skip

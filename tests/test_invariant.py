@@ -136,3 +136,11 @@ def test_prompts_and_answers_are_scored_alike(dtype: str, typical: float) -> Non
         found = sorted(schedules.prefill_against_decode(llm, count=8, tokens=6))
     assert found[len(found) // 2] < typical
     assert found[-1] < 6 * max(found[len(found) // 2], typical / 10), found
+
+
+def test_logits_of_prompts_are_those_of_each_alone() -> None:
+    prompts = [[5, 9, 200, 31], [77] * 3 + list(range(10, 80)), [400]]
+    with LLM.synthetic("tiny", max_requests=3, dtype="bfloat16", prefill_piece=32, **SIZES) as llm:
+        together = llm.logits(prompts)
+        alone = [llm.logits(p) for p in prompts]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))

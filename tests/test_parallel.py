@@ -20,11 +20,15 @@ import pytest
 import torch
 
 from nemotriton import LLM, ModelConfig, SamplingParams
-from nemotriton.errors import ConfigError, RankError
+from nemotriton.engine.team import Team
+from nemotriton.errors import CapacityError, ConfigError, RankError
+from nemotriton.model.checkpoint import load, make_plan, open_source
 from nemotriton.model.expected import expected
 from nemotriton.model.formats import Algorithm, QuantScheme
+from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.parallel import Shard, local_expected
 from nemotriton.model.release_schemes import release_scheme
+from nemotriton.model.shards import ShardReader, TensorInfo
 from nemotriton.model.synth import write_checkpoint
 from tests import rank_checks
 from tests.rank_checks import team_of
@@ -315,6 +319,73 @@ def test_ctrl_c_leaves_no_process() -> None:
     assert b"Traceback" not in said
     with pytest.raises(ProcessLookupError):
         os.kill(rank, 0)
+
+
+class FakeWatch:
+    """Keeps what is reported; `known` is what others have said before."""
+
+    def __init__(self, known: str | None = None) -> None:
+        self.fault, self.said = None, known
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def wait(self, seconds: float) -> str | None:
+        return self.said
+
+    def report(self, message: str) -> str:
+        self.said = self.said or message
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("rank", "problem", "known", "raised", "told"),
+    [
+        (1, torch.OutOfMemoryError("CUDA out of memory"), None, RankError, "rank 1: OutOfMemory"),
+        (0, CapacityError("needs 3 GiB"), None, CapacityError, "rank 0: needs 3 GiB"),
+        (1, CapacityError("needs 3 GiB"), None, RankError, "rank 1: needs 3 GiB"),
+        (0, RuntimeError("Connection closed by peer"), "rank 2 has gone", RankError, "rank 2 has"),
+        (0, KeyboardInterrupt(), None, KeyboardInterrupt, "rank 0: KeyboardInterrupt"),
+    ],
+    ids=str,
+)
+def test_what_fails_on_one_rank_is_told_to_all(
+    rank: int,
+    problem: BaseException,
+    known: str | None,
+    raised: type[BaseException],
+    told: str,
+) -> None:
+    watch = FakeWatch(known)
+    team = Team(Shard(rank, 4), torch.device("cpu"), None, watch, {})  # type: ignore[arg-type]
+    with pytest.raises(raised), team.guard():
+        raise problem
+    assert watch.said is not None
+    assert watch.said.startswith(told)
+
+
+def test_a_rank_reads_its_own_experts_alone(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.from_json(checkpoint)
+    source = open_source(checkpoint)
+    plan, shard, read = make_plan(source, config), Shard(1, 1, 2), []
+    local = replace(plan.sliced(shard.parts(config, plan.expected)))
+    own = ShardReader.read
+
+    def watched(reader: ShardReader, info: TensorInfo) -> torch.Tensor:
+        read.append(info.name)
+        assert not reader._ahead
+        return own(reader, info)
+
+    monkeypatch.setattr(ShardReader, "read", watched)
+    model = NemotronH(
+        shard.local(config), torch.float32, torch.device("cpu"), plan.scheme, False, True, shard
+    )
+    load(source, local, model.named_tensors().__getitem__)
+    experts = {name.split(".experts.")[1].split(".")[0] for name in read if ".experts." in name}
+    assert experts == {"4", "5", "6", "7"}
 
 
 def test_torchrun_answers_once() -> None:

@@ -91,3 +91,11 @@ def test_measured_buckets_stay_and_published_tiles_are_marked(tmp_path: Path) ->
 def test_unknown_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NemotritonError, match="nvidia_b200"):
         seed.seed_command(gpu="nvidia_h100", kernel=None, model=SUPER, learn=None, folder=tmp_path)
+
+
+def test_the_check_knows_the_axes_of_every_case() -> None:
+    for name, op in SPECS.items():
+        known = [set(case) for case in op.small]
+        for preset in (SUPER, "nano-30b", "h-8b"):
+            for case in op.cases(ModelConfig.preset(preset)):
+                assert set(case) in known, name

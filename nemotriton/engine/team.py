@@ -229,6 +229,9 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
         _gather(own, shard, children)
         if place.type == "cuda":
             torch.cuda.set_device(place)
+            # who has gone is the watch's business; NCCL's own would end processes without a word
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,

@@ -237,7 +237,8 @@ ActQuant = Annotated[
     bool,
     _option(
         *(_MACHINE, "--act-quant"),
-        help="Quantise activations as the checkpoint was made for: w8a8, w4a4 (emulated).",
+        help="Quantise activations as the checkpoint was made for: w8a8, w4a4 (emulated, but on "
+        "Blackwell).",
     ),
 ]
 Impl = Annotated[

@@ -22,7 +22,7 @@ from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrde
 from nemotriton.kernels.fp4 import random_nvfp4
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
-from nemotriton.kernels.gemm_stream import finish
+from nemotriton.kernels.gemm_stream import FIRST, finish
 from nemotriton.kernels.hopper_pack import (
     TILE,
     WEIGHT_UNIT,
@@ -76,10 +76,11 @@ def _to_words_order(x, SLICES: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _fetch(at, block):
+def _fetch(pid, at, block):
     """Ask for the words and scales of blocks [R] of 16 rows of the tiles that start at [R]."""
-    prefetch((at + block % 8 * 256)[:, None] + tl.arange(0, 8)[None, :] * 32)
-    prefetch(at + 2048 + block % 8 * 32)
+    if pid < FIRST:
+        prefetch((at + block % 8 * 256)[:, None] + tl.arange(0, 8)[None, :] * 32)
+        prefetch(at + 2048 + block % 8 * 32)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -112,7 +113,7 @@ def _stream_packed(
     if PDL:
         if EVEN_K:
             for turn in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
-                _fetch(at + (first + turn) % STEPS * (SLICES * WORDS), block)
+                _fetch(pid, at + (first + turn) % STEPS * (SLICES * WORDS), block)
         tl.extra.cuda.gdc_wait()
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -291,11 +292,14 @@ def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.
 _STREAM = (  # (BLOCK_T, BLOCK_N, num_warps, num_stages)
     (8, 32, 4, 3),
     (8, 64, 4, 3),
-    (8, 64, 8, 3),
+    (8, 32, 2, 3),
+    (8, 32, 2, 4),
+    (8, 64, 2, 3),
     (8, 16, 8, 3),
     (16, 64, 4, 3),
-    (16, 32, 4, 3),
-    (16, 128, 4, 3),
+    (16, 64, 2, 3),
+    (16, 64, 2, 4),
+    (16, 128, 2, 3),
     (16, 32, 8, 3),
 )
 _MANY = (  # (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages)
@@ -311,7 +315,7 @@ STREAM_TOKENS = 16
 def _stream_tile(shape: tuple[int, int, int, int], asm: bool = True) -> Tile:
     t, n, warps, stages = shape
     tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, num_warps=warps, num_stages=stages)
-    tile = tile.but(ASM=asm, ROTATE=True, AHEAD=2, EARLY=False)
+    tile = tile.but(ASM=asm, ROTATE=False, AHEAD=0, EARLY=False)
     # left to itself, ptxas spills some registers to fit one more block than shared memory does
     return tile.but(maxnreg=168) if (t, warps) == (16, 4) else tile
 
@@ -338,7 +342,7 @@ def _default(case: Case, tokens: int) -> Tile:
 
 
 def _tiles(case: Case) -> list[Tile]:
-    plain = [_stream_tile(_STREAM[0], asm=False), _stream_tile(_STREAM[4], asm=False)]
+    plain = [_stream_tile(_STREAM[0], asm=False), _stream_tile(_STREAM[6], asm=False)]
     many = [_many_tile(case, shape, t) for shape in _MANY for t in (shape[0], 8192)]
     return [*map(_stream_tile, _STREAM), *plain, *dict.fromkeys(many)]
 

@@ -35,17 +35,19 @@ from nemotriton.kernels.fp4 import (
 )
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
-from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
+from nemotriton.kernels.gemm_quant_tiles import (
+    fp8_default,
+    fp8_tiles,
+    generic_tile,
+    quant_suits,
+    quant_tiles,
+)
+from nemotriton.kernels.gemm_square import _square, describable, square
 from nemotriton.kernels.gemm_stream import (
-    STREAM_TOKENS,
-    WIDE,
     _stream,
     e4m3_to,
     finish,
     stream,
-    stream_suits,
-    stream_tile,
-    stream_tiles,
 )
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
@@ -57,7 +59,6 @@ from nemotriton.kernels.op import (
     acc_dtype,
     cdiv,
     launch,
-    on_hopper,
     op,
     target,
 )
@@ -274,7 +275,7 @@ def _run(
         stream(x, values, (scale, input_scale), *ends)
         return y
     if "TMA" in tile or "STREAM" in tile:
-        tile = _generic(Case(N=N, K=K), 16 if fixed_order.phase() else T)
+        tile = generic_tile(Case(N=N, K=K), 16 if fixed_order.phase() else T)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)
@@ -335,75 +336,6 @@ def _make_nvfp4(
     }
 
 
-def _generic(case: Case, tokens: int, widest: int = 128) -> Tile:
-    """Good on Hopper, sane on Blackwell without tuning; `widest` block of N over 128 columns."""
-    if tokens > 256:
-        t, n, k, warps, most = 128, 128, 64, 8, 1
-    elif tokens > 64:
-        t, n, k, warps, most = (128, 64, 64, 8, 1) if case.N >= 5000 else (64, 128, 128, 4, 2)
-    elif tokens > 16:
-        t, n, k, warps, most = 64, 128 if case.N >= 5000 else 64, 128, 4, 4
-    else:
-        t, n, k, warps, most = 16, 64, 128, 4, 2 if case.N >= WIDE else 4
-    n = min(n, widest) if k == 128 else n
-    splits, tiles = 1, cdiv(case.N, n) * cdiv(tokens, t)
-    while splits < most and tiles * splits < 512 and 1024 * splits <= case.K:
-        splits *= 2
-    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=3)
-    return tile.but(SPLITS=splits, GROUP=8)
-
-
-def _fp8_default(case: Case, tokens: int) -> Tile:
-    if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
-        return stream_tile(case.N, tokens, 1)
-    if tokens <= STREAM_TOKENS or not case.Q:
-        return _generic(case, tokens)
-    if tokens <= 64:
-        n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
-        return square_tile((64, n, 128, 4, 3))
-    if tokens <= 256 and case.N < WIDE:
-        return square_tile(SQUARE_FP8[3 if case.N >= 5000 else 2])
-    return _HALVES_FP8[0] if on_hopper() else square_tile(SQUARE_FP8[0])
-
-
-_HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]
-SQUARE_FP8 = (
-    (128, 128, 128, 4, 3),
-    (128, 128, 128, 8, 3),
-    (64, 128, 128, 4, 4),
-    (64, 64, 128, 4, 4),
-    (64, 32, 128, 4, 4),
-)
-
-
-def _tiles(case: Case) -> list[Tile]:
-    few = [
-        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=128, num_warps=4, num_stages=3, SPLITS=s, GROUP=8)
-        for t, n in ((16, 64), (64, 64), (64, 128))
-        for s in (1, 2, 4)
-        if 256 * s <= case.K
-    ]
-    many = [
-        Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=64, num_warps=8, num_stages=3, SPLITS=1, GROUP=8)
-        for t, n in ((64, 128), (128, 128), (128, 64))
-    ]
-    return few + many
-
-
-def _fp8_tiles(case: Case) -> list[Tile]:
-    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
-    return [*stream_tiles(1), *squares, *_tiles(case)[: 3 if case.Q else None]]
-
-
-def _suits(tile: Tile, tokens: int) -> bool:
-    """Whether the sweep measures a tile at this many tokens."""
-    if "STREAM" in tile:
-        return stream_suits(tile, tokens)
-    if tokens <= 16:
-        return tile["BLOCK_T"] == 16
-    return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= 64
-
-
 def _spec(
     wrapper: Any,
     make: Callable[..., Args],
@@ -431,7 +363,7 @@ def _spec(
         tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
         make=make,
         tiles=tiles,
-        suits=_suits,
+        suits=quant_suits,
         default=default,
         fixed=fixed_order.FixedOrder(product_order, fixed, twin=twin),
         cost=cost,
@@ -441,6 +373,6 @@ def _spec(
     )
 
 
-FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0, _fp8_default, _fp8_tiles)
-_64 = functools.partial(_generic, widest=64)  # decoding FP4 for more columns spills
-NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, ("x", "codes", "scales"), 0.5625, _64, _tiles)
+FP8_MATMUL = _spec(fp8_matmul, _make_fp8, ("x", "weight"), 1.0, fp8_default, fp8_tiles)
+_64 = functools.partial(generic_tile, widest=64)  # decoding FP4 for more columns spills
+NVFP4_MATMUL = _spec(nvfp4_matmul, _make_nvfp4, ("x", "codes", "scales"), 0.5625, _64, quant_tiles)

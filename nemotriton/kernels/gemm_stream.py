@@ -7,11 +7,14 @@ programs and warps to keep the memory busy without parts of K in other programs,
 need a second kernel. W is the tensor core's long side, tokens the short one; mma.sync takes both
 operands from registers, so that e4m3 numbers become 16-bit ones on the way.
 
-All programs read the same x, so neighbours start at different columns of it and go round (ROTATE):
-in step they would ask the few memory banks that hold the next columns all at once.
+With ROTATE neighbours start at different columns and go round, so that they do not ask for the same
+part of x at once; it pays for wide bf16 matrices only.
 
-It is a dependent launch: while the kernel before it finishes, a program brings its first AHEAD
-steps of W into L2. With EARLY it lets the next kernel come when it starts, else behind its loop.
+It is a dependent launch: while the kernel before it finishes, the programs that start with it bring
+their first AHEAD steps of W into L2 (those behind them would only queue the same bytes twice). With
+EARLY it lets the next kernel come when it starts, else behind its loop. Programs of a dependent
+launch go where there is room first. Where one wave takes them all, a tile has shared memory for as
+many stages as leave each processor room for its even share (`_even`): else some get twice as many.
 
 x [T, K] with a free row stride, bf16 or fp16; W [N, K] in x's dtype, or e4m3 as bytes, or fp32
 beside bf16 x (`dot_parts`). A row's sum depends on the tile, never on the number of rows.
@@ -21,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton import device
 from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fp4 import e4m3_decode
 from nemotriton.kernels.numerics import relu2
@@ -95,15 +99,16 @@ def dot_parts(w, x, acc, SWAP: tl.constexpr):
 
 
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
+FIRST = tl.constexpr(528)  # programs that start at once on a large GPU
 
 
 @triton.jit
-def fetch_ahead(rows, start, row, BYTES: tl.constexpr, AHEAD: tl.constexpr):
+def _fetch_ahead(pid, rows, start, row, BYTES: tl.constexpr, AHEAD: tl.constexpr):
     """Ask for AHEAD bytes of each of `rows` [R], elements of BYTES, from element `start` on; behind
     `row` elements it goes on with the first."""
-    line = tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
-    at = start + line
-    prefetch(rows[:, None] + tl.where(at < row, at, at - row)[None, :])
+    if pid < FIRST:
+        at = start + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
+        prefetch(rows[:, None] + tl.where(at < row, at, at - row)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -133,7 +138,7 @@ def _stream(
         first = (tile_n % STEPS).to(tl.int32)
     if PDL:
         if AHEAD > 0:
-            fetch_ahead(w_rows, first * STEP, K, BYTES, AHEAD * STEP * BYTES)
+            _fetch_ahead(pid, w_rows, first * STEP, K, BYTES, AHEAD * STEP * BYTES)
         tl.extra.cuda.gdc_wait()
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -196,19 +201,26 @@ def stream(
 
 # (BLOCK_T, BLOCK_N, columns of a step in bytes of W, num_warps, num_stages): alternatives
 _SHAPES = (
-    (8, 32, 512, 4, 3),
-    (8, 32, 256, 8, 4),
     (8, 16, 512, 4, 4),
-    (8, 16, 512, 8, 3),
-    (16, 64, 256, 4, 4),
-    (16, 64, 256, 8, 4),
-    (16, 32, 256, 4, 4),
-    (16, 32, 512, 8, 3),
+    (8, 16, 512, 4, 5),
+    (8, 16, 512, 4, 6),
+    (8, 16, 256, 2, 4),
+    (8, 32, 256, 2, 4),
+    (8, 32, 256, 2, 5),
+    (8, 32, 512, 4, 3),
+    (16, 16, 512, 4, 4),
+    (16, 16, 512, 4, 5),
+    (16, 32, 256, 2, 4),
+    (16, 32, 512, 4, 3),
+    (16, 64, 256, 2, 4),
     (32, 64, 256, 4, 4),
     (32, 32, 512, 8, 3),
 )
 WIDE = 12800  # outputs from which x, read again by every program, costs more than W brings
 STREAM_TOKENS = 32  # at most; more are better off with the tensor core's asynchronous form
+PROCESSORS = 132
+SHARED = 233472  # bytes of a Hopper multiprocessor, of which every program takes 1,024 for itself
+LITTLE = {86: 101376, 89: 101376, 120: 101376}  # bytes that a program may have, where not 227 KB
 
 
 def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
@@ -216,22 +228,32 @@ def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
     of a middling matrix run at once, each processor with 16 warps or so and tens of kilobytes of W
     on their way to it, and few enough programs that reading x in each of them does not count."""
     if tokens <= 8 and itemsize <= 2:
-        wide = itemsize == 2 and N >= WIDE
-        return _shape((8, 32, 512, 4, 3) if wide else (8, 16, 512, 4, 4), itemsize)
+        if itemsize == 2 and N >= WIDE:
+            return _shape((8, 32, 512, 4, 3), itemsize, rotate=True)
+        tile = _shape((8, 16, 512, 4, 4), itemsize, ahead=2 if N >= WIDE else 0)
+        return _even(tile, N, itemsize)
     if tokens <= 16 and itemsize <= 2:
-        return _shape((16, 32, 256, 4, 4), itemsize)
+        shape = (16, 32, 512, 4, 3) if N >= WIDE else (16, 16, 512, 4, 4)
+        return _even(_shape(shape, itemsize), N, itemsize)
     t = 8 if tokens <= 8 else 16 if tokens <= 16 else 32
     fewest = 264 if t == 8 else 128  # programs
     n = next((b for b in (64, 32) if b * fewest <= N and b <= 4 * t), 16)
     few = cdiv(N, n) < 512
     step = 16384 if n == 64 or (n == 32 and few) else 8192  # bytes of W
     warps = 8 if few and (t, n) != (32, 64) else 4
-    return _shape((t, n, step // n, warps, 3 if n == 64 else 4), itemsize)
+    return _even(_shape((t, n, step // n, warps, 3 if n == 64 else 4), itemsize), 0, itemsize)
 
 
 def stream_tiles(itemsize: int) -> list[Tile]:
     """What else the sweep tries."""
-    return [_shape(shape, itemsize) for shape in _SHAPES]
+    found = [_shape(shape, itemsize) for shape in _SHAPES]
+    for shape in (_SHAPES[0], _SHAPES[6], _SHAPES[4]):
+        found += [
+            _shape(shape, itemsize, rotate=True),
+            _shape(shape, itemsize, ahead=2),
+            _shape(shape, itemsize, ahead=2).but(EARLY=True),
+        ]
+    return found
 
 
 def stream_suits(tile: Tile, tokens: int) -> bool:
@@ -239,7 +261,33 @@ def stream_suits(tile: Tile, tokens: int) -> bool:
     return tokens <= STREAM_TOKENS and tile["BLOCK_T"] == max(8, next_pow2(tokens))
 
 
-def _shape(shape: tuple[int, int, int, int, int], itemsize: int) -> Tile:
+def _shape(
+    shape: tuple[int, int, int, int, int], itemsize: int, rotate: bool = False, ahead: int = 0
+) -> Tile:
     t, n, row, warps, stages = shape
     tile = Tile(STREAM=True, BLOCK_T=t, BLOCK_N=n, BLOCK_K=row // itemsize // warps)
-    return tile.but(num_warps=warps, num_stages=stages, ROTATE=True, AHEAD=2, EARLY=False)
+    return tile.but(num_warps=warps, num_stages=stages, ROTATE=rotate, AHEAD=ahead, EARLY=False)
+
+
+def _even(tile: Tile, N: int, itemsize: int) -> Tile:
+    """The tile with stages for as much shared memory as keeps a processor from taking more than its
+    share of the programs that N outputs make, where that is one to three; and no more than a GPU
+    with little of it has. Of the stages one is not kept."""
+    columns = int(tile["BLOCK_K"]) * int(tile["num_warps"])
+    one = columns * (int(tile["BLOCK_N"]) * itemsize + int(tile["BLOCK_T"]) * 2)
+    stages = int(tile["num_stages"])
+    share = cdiv(cdiv(N, int(tile["BLOCK_N"])), PROCESSORS)
+    if 1 <= share <= 3:
+        least = SHARED // (share + 1) - 1024
+        wanted = max(stages, least // one + 2)
+        stages = wanted if (wanted - 1) * one + 1024 <= SHARED // share and wanted <= 8 else stages
+    most = LITTLE.get(_capability(), SHARED)
+    while stages > 2 and (stages - 1) * one > most:
+        stages -= 1
+    return tile.but(num_stages=stages)
+
+
+def _capability() -> int:
+    """Of what default tiles are chosen for, as in `op.target`."""
+    major, minor = device.info().capability
+    return target(torch.device("meta")) or 10 * major + minor

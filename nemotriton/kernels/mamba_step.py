@@ -13,9 +13,10 @@ of the group read. A norm too needs all of them. So each counts itself in `arriv
 through, and the last one to arrive norms the group and moves the windows of B and C on; then it
 sets the count back to zero. It adds in a fixed order, so which one is last changes no bit.
 
-At decode this replaces three short launches, of which the first and the last move next to nothing.
-A dependent launch: it reads its filters first, and lets the next kernel come once it has asked for
-the state.
+For one or two sequences (FEW) this is faster than the three launches, of which the first and the
+last move next to nothing; for more, programs that wait for their count hold up the next ones, and
+convolving B and C in every program costs more than reading them. A dependent launch: it reads its
+filters first, and lets the next kernel come when it has counted itself.
 """
 
 from typing import Any
@@ -43,6 +44,7 @@ from nemotriton.kernels.ssm_step import _advance, _load_head, _noise_key, _round
 from nemotriton.kernels.ssm_update import SSM_UPDATE, check_rows, meant, ssm_update_ref
 
 WIDEST = 4  # taps: the window's rows stay in registers
+FEW = 2  # sequences: more are faster with a launch for each of the three ops
 
 
 # ------------------------------------------------------------------------------------------- twin
@@ -216,8 +218,6 @@ def _mamba_step(
     B_tokens = _tokens(x_at + b, window_at + b, window_row, on_n, W)
     C_tokens = _tokens(x_at + b + apart, window_at + b + apart, window_row, on_n, W)
     dt = tl.load(dt_ptr + row * dt_t + head, mask=on, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
 
     x, C = _convolve(x_tokens, x_filter), _convolve(C_tokens, C_filter)
     h = _advance(h, x, dt, _convolve(B_tokens, B_filter), A, dt_bias, low, high)
@@ -225,16 +225,19 @@ def _mamba_step(
     y_at = row * (H * P) + rows
     tl.store(raw_ptr + y_at, y.to(raw_ptr.dtype.element_ty), mask=on_p)
     tl.store(y_ptr + y_at, tl.zeros_like(x), mask=in_p & filled & (slot < 0))
+    tl.debug_barrier()  # all threads have read the window, and stored their part of y
+    # the state is stored behind the count, which else would wait until it has arrived
+    arrived = arrivals_ptr + slot * G + g
+    last = tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1
+    if PDL:  # not before: where programs still sit, the next kernel's would spread unevenly
+        tl.extra.cuda.gdc_launch_dependents()
     seed, position = _noise_key(seeds_ptr, lengths_idx, s, 1)
     stored, scale = _rounded(
         h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
     )
     store_state(stored, scale, h_at, scales_ptr, scale_at, mask, on_p)
-
-    tl.debug_barrier()  # all threads have read the window, and stored their part of y
     _move(window_at + rows, window_row, x_tokens, on_p, W)
-    arrived = arrivals_ptr + slot * G + g
-    if on & (tl.atomic_add(arrived, 1, mask=on, sem="acq_rel") == PER_GROUP * TILES - 1):
+    if on & last:
         tl.store(arrived, 0)
         _close_group(
             raw_ptr, z_ptr + row * z_t, norm_ptr, y_ptr, x_at + H * P, window_at + H * P, row, g,

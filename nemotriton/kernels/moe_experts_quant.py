@@ -430,9 +430,9 @@ def _spec(wrapper: Any, fp4: bool) -> KernelSpec:
         kernels=(_up_quant, _down_quant, _combine),
         cases=RUN_EXPERTS.cases,
         small=[
-            Case(E=6, F=80, L=48, K=3, Q=0),
+            Case(E=6, F=80, L=48, K=3),
             Case(E=5, F=48, L=80, K=2, Q=1),
-            Case(E=11, F=64, L=32, K=4, Q=0),
+            Case(E=11, F=64, L=32, K=4),
         ],
         tokens=RUN_EXPERTS.tokens,
         small_tokens=(0, 1, 17),

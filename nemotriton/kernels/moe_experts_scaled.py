@@ -287,7 +287,7 @@ def _default(case: Case, tokens: int) -> Tile:
     """The block that the tokens of a mean expert fill, as it compiles for sm_100: nobody has
     measured it."""
     per_expert = tokens * case.K / case.E
-    rows = 16 if per_expert <= 16 else 32 if per_expert <= 32 else 64 if per_expert <= 96 else 128
+    rows = 16 if per_expert <= 16 else 64 if per_expert <= 96 else 128
     return _tile(rows, 256, 4 if rows < 128 else 8, 4 if rows < 128 else 3)
 
 

@@ -15,7 +15,7 @@ from nemotriton.kernels import (
     ssm_replay,
     ssm_update,
 )
-from nemotriton.kernels.mamba_step import WIDEST
+from nemotriton.kernels.mamba_step import FEW, WIDEST
 from nemotriton.model.config import MambaConfig, ModelConfig
 from nemotriton.model.layers import Linear, RMSNorm, Scope, parameter
 
@@ -99,7 +99,8 @@ class MambaMixer(nn.Module):
         if fixed_order.phase() is not None:
             return False
         one = span.max_new == 1 and not (span.verify or span.trial) and states.rings is None
-        return one and self.mamba.conv_width <= WIDEST and mamba_step.uses_triton((xBC,), {})
+        fits = self.mamba.conv_width <= WIDEST and span.slots.shape[0] <= FEW
+        return one and fits and mamba_step.uses_triton((xBC,), {})
 
     def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         norm = self.norm

@@ -37,7 +37,8 @@ WAYS = ("fused", "small", "nccl")
 class SmallSums:
     """The buffers and who shares them. Every rank must make one at the same time.
 
-    rows: of the sums that go on to a norm, None where those are two launches."""
+    adds: whether `add` may be used. rows: of the sums that go on to a norm, None where those are
+    two launches."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         group = dist.group.WORLD
@@ -46,6 +47,7 @@ class SmallSums:
         self.most = _MOST // (ranks - 1) // _ALIGN * _ALIGN
         self._group, self.group_name = group, str(group.group_name)
         self.buffer, _ = self._shared(self.most, device)
+        self.adds = False
         self.rows: RankRows | None = None
         self._held: list[torch.Tensor] = []
 
@@ -72,7 +74,7 @@ class SmallSums:
     def takes(self, part: torch.Tensor) -> bool:
         """Whether this part is small enough, of whole words, and of a type that is added up."""
         fits = 0 < part.nbytes <= self.most and part.nbytes % _ALIGN == 0
-        return fits and part.is_contiguous() and part.dtype in _DTYPES
+        return self.adds and fits and part.is_contiguous() and part.dtype in _DTYPES
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts, a new tensor."""
@@ -107,18 +109,17 @@ def small_sums(rank: int, ranks: int, device: torch.device) -> SmallSums | None:
     made: SmallSums | None = None
     try:
         made = SmallSums(rank, ranks, device)
-        right = _adds_up(made, device)
+        if way == WAYS[0]:
+            made.share_rows(device)
+        torch.cuda.synchronize(device)
     except (RuntimeError, ImportError, AttributeError) as problem:
         log.debug("no symmetric memory: %s", problem)
-        right = False
-    if not _all_agree(right) or made is None:
+    if not _all_agree(made is not None) or made is None:
         return None
-    if way == WAYS[0]:
-        made.share_rows(device)
-        torch.cuda.synchronize(device)
-        if not _all_agree(_adds_norms(made, device)):
-            made.rows = None
-    return made
+    made.adds = _all_agree(_adds_up(made, device))
+    if made.rows is not None and not _all_agree(_adds_norms(made, device)):
+        made.rows = None
+    return made if made.adds or made.rows is not None else None
 
 
 def _all_agree(right: bool) -> bool:
@@ -129,7 +130,10 @@ def _all_agree(right: bool) -> bool:
 
 
 def _adds_up(sums: SmallSums, device: torch.device) -> bool:
+    """Whether a small sum comes out right, if this torch has it."""
     ranks = sums.ranks
+    if not hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy"):
+        return False
     part = torch.arange(64, device=device, dtype=torch.float32) + sums.rank
     wanted = ranks * torch.arange(64, device=device) + ranks * (ranks - 1) / 2
     return bool((sums.add(part) == wanted).all())

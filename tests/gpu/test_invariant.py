@@ -104,6 +104,7 @@ FORMATS = {
     "bf16": {"dtype": "bfloat16", "quant": "bf16"},
     "mixed": {"dtype": "bfloat16", "quant": "super-mixed"},
     "fp32": {"dtype": "float32", "quant": "bf16"},
+    "w8a8": {"dtype": "bfloat16", "quant": "fp8", "act_quant": True},
     "int8 states": {"dtype": "bfloat16", "quant": "super-mixed", "state_dtype": "int8"},
     "replayed states": {"dtype": "bfloat16", "quant": "super-mixed", "rollback": "replay"},
     "stochastic states": {"dtype": "bfloat16", "quant": "nvfp4", "state_dtype": "float16-sr"},

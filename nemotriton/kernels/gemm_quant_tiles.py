@@ -1,0 +1,101 @@
+"""Tiles of the linear layers with FP8 or NVFP4 weights (`gemm_quant`): defaults, and the space that
+a sweep measures.
+
+What limits them for 16 to 64 tokens on Hopper is x: every block of BLOCK_N outputs reads all of it
+from L2, at 5.5 TB/s together with W. So blocks are wide, and K is split where there are few.
+"""
+
+from nemotriton.kernels.gemm_square import square_tile
+from nemotriton.kernels.gemm_stream import (
+    STREAM_TOKENS,
+    WIDE,
+    stream_suits,
+    stream_tile,
+    stream_tiles,
+)
+from nemotriton.kernels.op import Case, Tile, cdiv, on_hopper
+
+
+def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
+    """Good on Hopper, sane on Blackwell without tuning; `widest` block of N over 128 columns."""
+    if tokens > 256:
+        t, n, k, warps, most = 128, 128, 64, 8, 1
+    elif tokens > 64:
+        t, n, k, warps, most = (128, 64, 64, 8, 1) if case.N >= 5000 else (64, 128, 128, 4, 2)
+    elif tokens > 16:
+        t, n, k, warps, most = 64, 128 if case.N >= 5000 else 64, 128, 4, 4
+    else:
+        t, n, k, warps, most = 16, 64, 128, 4, 2 if case.N >= WIDE else 4
+    n = min(n, widest) if k == 128 else n
+    splits, tiles = 1, cdiv(case.N, n) * cdiv(tokens, t)
+    while splits < most and tiles * splits < 512 and 1024 * splits <= case.K:
+        splits *= 2
+    return _few_tile(t, n, k, warps, 3, splits)
+
+
+def fp8_default(case: Case, tokens: int) -> Tile:
+    if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
+        return stream_tile(case.N, tokens, 1)
+    if tokens <= STREAM_TOKENS or not case.Q:
+        return generic_tile(case, tokens)
+    if tokens <= 64:
+        n = next((b for b in (128, 64) if b * 128 <= case.N), 32)
+        return square_tile((64, n, 128, 4, 3))
+    if tokens <= 256 and case.N < WIDE:
+        return square_tile(SQUARE_FP8[3 if case.N >= 5000 else 2])
+    return _HALVES_FP8[0] if on_hopper() else square_tile(SQUARE_FP8[0])
+
+
+_HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]
+SQUARE_FP8 = (
+    (128, 128, 128, 4, 3),
+    (128, 128, 128, 8, 3),
+    (64, 128, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (64, 32, 128, 4, 4),
+)
+
+
+def quant_tiles(case: Case) -> list[Tile]:
+    few = [
+        _few_tile(t, n, 128, 4, 3, s)
+        for t, n in ((16, 64), (64, 64), (64, 128))
+        for s in (1, 2, 4)
+        if 256 * s <= case.K
+    ]
+    many = [_few_tile(t, n, 64, 8, 3, 1) for t, n in ((64, 128), (128, 128), (128, 64))]
+    return few + many
+
+
+def fp8_tiles(case: Case) -> list[Tile]:
+    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
+    few = [_few_tile(*shape) for shape in _FEW_FP8 if 256 * shape[-1] <= case.K]
+    return [*stream_tiles(1), *squares, *few, *quant_tiles(case)[: 3 if case.Q else None]]
+
+
+_FEW_FP8 = (  # (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages, SPLITS)
+    (16, 128, 128, 4, 3, 2),
+    (16, 128, 128, 4, 3, 4),
+    (16, 64, 128, 4, 4, 2),
+    (64, 128, 128, 8, 3, 1),
+    (64, 128, 128, 8, 3, 2),
+    (64, 128, 64, 8, 4, 1),
+    (64, 128, 64, 8, 4, 2),
+    (64, 64, 64, 4, 4, 2),
+    (64, 256, 64, 8, 3, 2),
+    (64, 256, 64, 8, 3, 4),
+)
+
+
+def _few_tile(t: int, n: int, k: int, warps: int, stages: int, splits: int) -> Tile:
+    tile = Tile(BLOCK_T=t, BLOCK_N=n, BLOCK_K=k, num_warps=warps, num_stages=stages)
+    return tile.but(SPLITS=splits, GROUP=8)
+
+
+def quant_suits(tile: Tile, tokens: int) -> bool:
+    """Whether the sweep measures a tile at this many tokens."""
+    if "STREAM" in tile:
+        return stream_suits(tile, tokens)
+    if tokens <= 16:
+        return tile["BLOCK_T"] == 16
+    return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= 64
