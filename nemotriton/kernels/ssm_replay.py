@@ -338,8 +338,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     where a tree leaves few registers."""
     rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
     if case.STATE in ("fp16-sr", "int16"):
-        whole = (case.STATE == "fp16-sr" and case.NEW > 1) or (case.STATE == "int16" and case.NEW == 1)
-        rows, warps = 64 if whole and not case.TREE else 32, 2
+        few = (case.STATE == "fp16-sr") == (case.NEW == 1)  # registers are left
+        rows, warps = 32 if few or case.TREE else 64, 2
     elif case.STATE == "fp16" and case.NEW > 1:
         rows, warps = 64, 2
     elif case.TREE and case.STATE == "fp32":
