@@ -5,11 +5,13 @@ Random weights at full width, in the release's formats. The MoE layers of the mo
 from one CUDA graph, several rounds of them, so that the weights come from memory; the time is the
 median of replays over the number of layers. `floor` is the bytes that a layer must read, weights
 and reached experts, at --rate. The ways: `dependent` launches (PDL) or plain ones; the products of
-a few tokens `joined`, or op by op; op by op with the shared expert `forked` to a second stream.
+a few tokens `joined`, in `halves`, with the shared expert on a second stream, or op by op, also
+`forked` so.
 --kernels lists the kernels of a layer with their own times, which under PDL include the waiting.
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated, Any
@@ -21,19 +23,15 @@ from bench.cli import application, need_gpu, run
 from nemotriton.engine.loading import random_weights
 from nemotriton.kernels.dependent import forked, independent
 from nemotriton.kernels.op import use
+from nemotriton.model import synth
+from nemotriton.model.layers import Linear
 from nemotriton.model.mixers import MoeMixer
 from nemotriton.model.nemotron_h import Block, NemotronH
 
 app = application(__doc__)
 ROUNDS, REPLAYS = 4, 15
-WAYS = (
-    "dependent joined",
-    "plain joined",
-    "dependent",
-    "plain",
-    "plain forked",
-    "dependent forked",
-)
+PAIRS = ("joined", "halves", "forked", "")
+WAYS = tuple(f"{launch} {how}".strip() for how in PAIRS for launch in ("dependent", "plain"))
 
 
 @contextmanager
@@ -42,19 +40,30 @@ def launched(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         if "plain" in way:
             stack.enter_context(independent())
-        if "joined" not in way:
+        if "halves" in way:
+            stack.enter_context(use(share_expert="ref"))
+        elif "joined" not in way:
             stack.enter_context(use(enter_moe="ref"))  # then no layer joins anything
-        stack.enter_context(forked("forked" in way))
+        stack.enter_context(forked("forked" in way or "halves" in way))
         yield
 
 
 def moe_blocks(model: str, quant: str, layers: int | None, where: torch.device) -> list[Block]:
-    """The blocks with experts of a model's first layers, with random weights."""
+    """Those with experts of a model's first layers whose formats are the most frequent."""
     weights = random_weights(model, 0, layers, None, quant)
     made = NemotronH(weights.config, torch.bfloat16, where, weights.scheme)
-    weights.place(made, None)
-    made.prepare()
-    return [block for block in made.blocks if isinstance(block.mixer, MoeMixer)]
+    blocks = {i: b for i, b in enumerate(made.blocks) if isinstance(b.mixer, MoeMixer)}
+    formats = {i: tuple((n, p.dtype) for n, p in b.named_parameters()) for i, b in blocks.items()}
+    ((usual, _),) = Counter(formats.values()).most_common(1)
+    chosen = [i for i in blocks if formats[i] == usual]
+    for name, tensor in made.named_tensors().items():
+        if name.startswith(tuple(f"layers.{i}." for i in chosen)):
+            synth.fill(weights.config, {name: tensor}, 0)
+    for i in chosen:
+        for module in blocks[i].modules():
+            if isinstance(module, MoeMixer | Linear):
+                module.prepare()
+    return [blocks[i] for i in chosen]
 
 
 def chain(blocks: list[Block], x: torch.Tensor, rounds: int) -> torch.Tensor:
@@ -137,7 +146,7 @@ def kernel_times(blocks: list[Block], x: torch.Tensor) -> list[tuple[str, float,
 def main(
     model: Annotated[str, typer.Argument(help="A preset.")] = "preset:super-120b",
     quant: Annotated[str, typer.Option(help="As in generate.")] = "release",
-    layers: Annotated[int, typer.Option(help="Of the model's first layers.")] = 9,
+    layers: Annotated[int, typer.Option(help="Of the model's first layers.")] = 15,
     rows: Annotated[str, typer.Option(help="Numbers of tokens.")] = "1,4,16,64",
     ways: Annotated[str, typer.Option(help="Of " + ", ".join(WAYS) + ".")] = ",".join(WAYS),
     rate: Annotated[float, typer.Option(help="TB/s.")] = 4.28,

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from nemotriton.kernels.dependent import dependent, independent
+from nemotriton.kernels.dependent import dependent, independent, side_by_side
 from nemotriton.kernels.op import targeting
 
 META = torch.empty(1, device="meta")
@@ -37,3 +37,17 @@ def test_switched_off_by_the_environment(variable: str) -> None:
     command = ["env", variable, sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_without_a_capture_work_is_done_at_once() -> None:
+    seen: list[str] = []
+
+    def work() -> torch.Tensor:
+        seen.append("work")
+        return torch.ones(2)
+
+    with side_by_side(torch.empty(1)) as start:
+        result = start(work)
+        seen.append("beside")
+        assert torch.equal(result(), torch.ones(2))
+    assert seen == ["work", "beside"]

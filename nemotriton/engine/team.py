@@ -249,7 +249,9 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     parent = os.getppid() if shard.rank and "NEMOTRITON_SPAWNED" in os.environ else None
     watch = Watch(watched, shard.rank, ranks, children, parent, _abort)
     if local_ranks == ranks:
-        shard = replace(shard, sums=small_sums(shard.rank, ranks, place))
+        shard = replace(
+            shard, sums=small_sums(shard.rank, ranks, place, dist.PrefixStore("sums", own))
+        )
     return Team(shard, place, host_of, watch, children)
 
 

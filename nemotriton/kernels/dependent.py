@@ -40,9 +40,7 @@ from nemotriton.kernels.op import target
 _ALLOWED: ContextVar[bool] = ContextVar(
     "dependent launches", default=os.environ.get("NEMOTRITON_PDL", "1") != "0"
 )
-_FORKED: ContextVar[bool] = ContextVar(
-    "forks while capturing", default=os.environ.get("NEMOTRITON_FORK", "0") != "0"
-)
+_FORKED: ContextVar[bool] = ContextVar("forks while capturing", default=True)
 
 
 def dependent(where: torch.Tensor) -> bool:
@@ -71,8 +69,8 @@ def independent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forked(wanted: bool = True) -> Iterator[None]:
-    """Inside the block `beside` uses a second stream, or does not."""
+def forked(wanted: bool) -> Iterator[None]:
+    """Inside the block `side_by_side` takes a second stream while a graph is captured, or never."""
     token = _FORKED.set(wanted)
     try:
         yield
@@ -80,30 +78,46 @@ def forked(wanted: bool = True) -> Iterator[None]:
         _FORKED.reset(token)
 
 
+Work = Callable[[], torch.Tensor]
+
+
+@contextlib.contextmanager
+def side_by_side(where: torch.Tensor) -> Iterator[Callable[[Work], Work]]:
+    """Gives `start(work)`, which does `work` on a second stream of `where`'s device while a graph
+    is captured: what follows in the block then runs beside it, but for other started work, which
+    comes after it. `start` returns what gives the result; call that inside the block, before
+    anything that `work` reads is let go.
+
+    Elsewhere `work` is done at once. On the second stream launches are plain: programs that wait
+    there would take the room of those that work on the first."""
+    if not (_FORKED.get() and where.is_cuda and torch.cuda.is_current_stream_capturing()):
+        yield _at_once
+        return
+    first, second = torch.cuda.current_stream(where.device), _second_stream(where.device)
+
+    def start(work: Work) -> Work:
+        second.wait_stream(first)
+        with torch.cuda.stream(second), independent():
+            result = work()
+            done = second.record_event()
+
+        def join() -> torch.Tensor:
+            first.wait_event(done)
+            return result
+
+        return join
+
+    yield start
+
+
+def _at_once(work: Work) -> Work:
+    result = work()
+    return lambda: result
+
+
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def beside(work: Callable[[], torch.Tensor], where: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Do `work`, while a graph is captured on a second stream: what follows then runs beside it.
-
-    Returns what gives the result: call it on the same stream before anything that `work` reads is
-    freed. Between the two streams launches are plain, so call the result's reader `independent`."""
-    if not (_FORKED.get() and where.is_cuda and torch.cuda.is_current_stream_capturing()):
-        done = work()
-        return lambda: done
-    first = torch.cuda.current_stream(where.device)
-    second = _second_stream(where.device)
-    second.wait_stream(first)
-    with torch.cuda.stream(second), independent():
-        result = work()
-
-    def join() -> torch.Tensor:
-        first.wait_stream(second)
-        return result
-
-    return join
 
 
 @triton.jit

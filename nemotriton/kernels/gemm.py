@@ -394,8 +394,9 @@ def _tiles(case: Case) -> list[Tile]:
 
 def _suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
-    if "STREAM" in tile:
-        return stream_suits(tile, tokens)
+    if "STREAM" in tile:  # how W is brought near is tried for one token
+        plain = not (tile["AHEAD"] or tile["EARLY"] or tile["ROTATE"])
+        return stream_suits(tile, tokens) and (tokens == 1 or plain)
     if tile.get("SWAP", False):
         return tile["BLOCK_T"] == max(16, next_pow2(tokens))
     if "TMA" in tile:  # descriptors cost the host more time than fewer tokens take

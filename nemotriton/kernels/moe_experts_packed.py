@@ -53,7 +53,7 @@ from nemotriton.kernels.quantize import check_scale
 
 DTYPES = (torch.bfloat16, torch.float16)
 TABLE_BLOCKS = 8  # blocks of a program that writes tables
-TABLE_PAIRS = 16  # or pairs, where they are not sorted
+TABLE_PAIRS = 4  # or pairs, where they are not sorted
 UNSORTED_PAIRS = 1536  # every program compares its pairs with all
 ORDER_COLUMNS = 1024  # columns of a program that orders x
 COMBINE_PROGRAMS = 256  # so many add rows up, where columns suffice: that keeps the last one short

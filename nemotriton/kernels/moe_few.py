@@ -13,8 +13,8 @@ BLOCK_N rows of one matrix, each of its warps a slice of every step's columns, a
 the gate's fp32 rows, four times as long as fp8 ones, are shared by SPLITS programs, whose sums the
 router adds. A row of x meets the same order of sums whatever the number of rows.
 
-x [T, D] bf16, meant for T <= FEW; gate [E, D] fp32; latent [L, D] bf16 or None; up [F, D] and down
-[D, F] bf16 without scale, or e4m3 with one.
+x [T, D] bf16, meant for T <= FEW, with the shared expert's products for T <= FEWEST; gate [E, D]
+fp32; latent [L, D] or None, up [F, D] or None, down [D, F]: bf16 without scale, or e4m3 with one.
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,8 @@ from nemotriton.kernels.op import (
 )
 from nemotriton.kernels.quantize import check_scale
 
-FEW = 8  # tokens up to which this pays: more are read too often by so many programs
+FEW = 16  # tokens up to which this pays: more are read too often by so many programs
+FEWEST = 8  # and up to which the shared expert's products are among them
 
 
 class Entered(NamedTuple):
@@ -51,7 +52,7 @@ class Entered(NamedTuple):
 
     logits: torch.Tensor
     narrow: torch.Tensor | None
-    hidden: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 # --------------------------------------------------------------------------------------- enter_moe
@@ -59,13 +60,15 @@ def enter_moe_ref(
     x: torch.Tensor,
     gate: torch.Tensor,
     latent: torch.Tensor | None,
-    up: torch.Tensor,
+    latent_scale: torch.Tensor | None,
+    up: torch.Tensor | None = None,
     up_scale: torch.Tensor | None = None,
 ) -> Entered:
     """Twin of `enter_moe`."""
     logits = matmul_ref(x, gate, out_dtype=torch.float32)
-    narrow = None if latent is None else matmul_ref(x, latent)
-    return Entered(logits, narrow, _scaled_ref(x, up, up_scale, "relu2"))
+    narrow = None if latent is None else _scaled_ref(x, latent, latent_scale, "none")
+    hidden = None if up is None else _scaled_ref(x, up, up_scale, "relu2")
+    return Entered(logits, narrow, hidden)
 
 
 def _scaled_ref(
@@ -81,35 +84,40 @@ def enter_moe(
     x: torch.Tensor,
     gate: torch.Tensor,
     latent: torch.Tensor | None,
-    up: torch.Tensor,
+    latent_scale: torch.Tensor | None,
+    up: torch.Tensor | None = None,
     up_scale: torch.Tensor | None = None,
 ) -> Entered:
-    """The products of a MoE layer's normed x [T, D]: router logits, latent x, shared hidden.
+    """The products of a MoE layer's normed x [T, D]: router logits, latent x, shared hidden, the
+    last two where there is a weight.
 
-    Sizes and dtypes as in the module's docstring, weights contiguous, up_scale fp32 of one value.
+    Sizes and dtypes as in the module's docstring, weights contiguous, scales fp32 of one value.
     The logits come in parts."""
     T, D = _check_x(x)
-    E, F, L = gate.shape[0], up.shape[0], 0 if latent is None else latent.shape[0]
+    E, (L, narrow_size), (F, up_size) = gate.shape[0], _sides(latent), _sides(up)
     require(gate.dtype == torch.float32, f"the gate must be float32, got {gate.dtype}")
-    if up_scale is not None:
-        check_scale(up_scale, "up_scale")
+    for name, scale in (("latent_scale", latent_scale), ("up_scale", up_scale)):
+        if scale is not None:
+            check_scale(scale, name)
     for name, weight in (("gate", gate), ("latent", latent), ("up", up)):
         _check_weight(name, weight, D)
-    tile = ENTER_MOE.tile(T, x, E=E, L=L, F=F, D=D, S=up.element_size())
+    tile = ENTER_MOE.tile(T, x, E=E, L=L, F=F, D=D, S=up_size)
     row, splits = int(tile["ROW"]), int(tile["SPLITS"])
     gate_steps = cdiv(D, row // 4 * splits)
     logits = torch.empty((splits, T, E), dtype=torch.float32, device=x.device)
     narrow = None if latent is None else torch.empty((T, L), dtype=x.dtype, device=x.device)
-    hidden = torch.empty((T, F), dtype=x.dtype, device=x.device)
+    hidden = None if up is None else torch.empty((T, F), dtype=x.dtype, device=x.device)
     n = int(tile["BLOCK_N"])
-    tiles = cdiv(E, n) * splits + cdiv(L, n) + cdiv(F, n)
+    few = n // narrow_size if tile["EVEN"] else n  # rows of the latent in a program
+    tiles = cdiv(E, n) * splits + cdiv(L, few) + cdiv(F, n)
     grid = (tiles * cdiv(T, int(tile["BLOCK_T"])),)
-    weights = (gate, latent, _bytes(up), up_scale)
+    weights = (gate, _bytes(latent), latent_scale, _bytes(up), up_scale)
     launch(
         _enter, grid, x, *weights, logits, narrow, hidden, x.stride(0), T,
-        D=D, E=E, L=L, F=F, GATE_STEPS=gate_steps, LATENT_STEPS=cdiv(D, row // 2),
-        UP_STEPS=cdiv(D, row // up.element_size()), EVEN_K=D % (row * splits) == 0,
-        LINES=_lines(tile, D * min(up.element_size(), 4 // splits)), **_constants(tile, x),
+        D=D, E=E, L=L, F=F, FEW=few, GATE_STEPS=gate_steps,
+        LATENT_STEPS=cdiv(D, row // narrow_size), UP_STEPS=cdiv(D, row // up_size),
+        EVEN_K=D % (row * splits) == 0,
+        LINES=_lines(tile, D * min(up_size, narrow_size, 4 // splits)), **_constants(tile, x),
     )  # fmt: skip
     return Entered(logits, narrow, hidden)
 
@@ -192,8 +200,15 @@ def _check_weight(name: str, weight: torch.Tensor | None, K: int) -> None:
     )
 
 
-def _bytes(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
+def _sides(weight: torch.Tensor | None) -> tuple[int, int]:
+    """(rows, bytes of an element)."""
+    return (0, 2) if weight is None else (weight.shape[0], weight.element_size())
+
+
+def _bytes(weight: torch.Tensor | None) -> torch.Tensor | None:
+    if weight is None or weight.dtype != torch.float8_e4m3fn:
+        return weight
+    return weight.view(torch.uint8)
 
 
 def _lines(tile: Tile, row_bytes: int) -> int:
@@ -203,7 +218,7 @@ def _lines(tile: Tile, row_bytes: int) -> int:
 
 def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     """Constants and launch options of both kernels that the tile gives."""
-    rest = {k: v for k, v in tile.items() if k != "AHEAD"}
+    rest = {k: v for k, v in tile.items() if k not in ("AHEAD", "EVEN")}
     how = {"ASM": target(x.device) >= 90, "SLICES": tile["num_warps"]}
     return rest | how | as_dependent(x)
 
@@ -214,18 +229,20 @@ def _sizes(config: Any) -> list[Case]:
     return [
         Case(
             E=m.experts, K=m.top_k, G=m.router_groups, TG=m.top_groups, L=m.latent or 0,
-            F=m.shared_width, D=config.width, S=size,
+            F=width, D=config.width, S=size,
         )
         for m in dict.fromkeys((*config.moes, config.mtp_moe))
         if m is not None and m.shared_width
-        for size in (1, 2)
+        for width, size in ((m.shared_width, 1), (m.shared_width, 2), (0, 2))
     ]  # fmt: skip
 
 
-def _axes(names: str) -> Any:
-    """The cases of `_sizes`, of which only these axes count."""
+def _axes(names: str, least: int) -> Any:
+    """The cases of `_sizes`, of which only these axes count, with F of at least so many."""
     return lambda config: list(
-        dict.fromkeys(Case(**{k: c[k] for k in names.split()}) for c in _sizes(config))
+        dict.fromkeys(
+            Case(**{k: c[k] for k in names.split()}) for c in _sizes(config) if least <= c.F
+        )
     )
 
 
@@ -243,12 +260,13 @@ def _make_enter(
 ) -> Args:
     D = case.D
     gate = torch.randn(case.E, D, generator=rng, device=dev) * D**-0.5
-    up, scale = _shared((case.F, D), case.S, dev, rng)
-    latent = None
+    up, scale = _shared((case.F, D), case.S, dev, rng) if case.F else (None, None)
+    latent, narrow = None, None
     if case.L:
-        latent = (torch.randn(case.L, D, generator=rng, device=dev) * D**-0.5).to(dtype)
+        latent, narrow = _shared((case.L, D), case.get("N", 2), dev, rng)
     x = torch.randn(T, D, generator=rng, device=dev).to(dtype)
-    return {"x": x, "gate": gate, "latent": latent, "up": up, "up_scale": scale}
+    rest = {"latent": latent, "latent_scale": narrow, "up": up, "up_scale": scale}
+    return {"x": x, "gate": gate, **rest}
 
 
 def _make_share(
@@ -270,8 +288,11 @@ def _make_share(
 
 
 def _default(case: Case, tokens: int) -> Tile:
-    tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, ROTATE=True, num_warps=4, num_stages=4)
-    return tile.but(SPLITS=4) if "L" in case else tile
+    """EVEN: a program of the latent takes as many bytes as the others, not as many rows."""
+    tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, num_warps=4, num_stages=3)
+    if "L" not in case:
+        return tile.but(num_stages=4)
+    return tile.but(SPLITS=4, EVEN=True, BLOCK_T=8 if tokens <= 8 else 16)
 
 
 def _order(tile: Tile) -> Any:
@@ -282,17 +303,20 @@ def _order(tile: Tile) -> Any:
 def _fixed(case: Case, tokens: int, phase: str) -> Tile:
     """In the invariant mode the products go together whatever the number of tokens."""
     tile = _default(case, 1)
-    if tokens <= FEW:
+    if tokens <= FEWEST:
         return tile
     return tile.but(BLOCK_T=16 if tokens <= 16 else 32, BLOCK_N=32, num_stages=3)
 
 
 def _tiles(case: Case) -> list[Tile]:
     tile = _default(case, 1)
-    ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)] + [tile.but(ROTATE=False)]
-    shapes = [tile.but(ROW=row, num_stages=s) for row, s in ((512, 3), (1024, 3), (1024, 2))]
+    ahead = [tile.but(AHEAD=lines) for lines in (0, 8, 32)]
+    shapes = [
+        tile.but(ROW=row, num_stages=s) for row, s in ((512, 3), (512, 4), (1024, 3), (1024, 2))
+    ]
     wide = [tile.but(num_warps=8, num_stages=s, ROW=row) for row, s in ((512, 4), (1024, 3))]
-    return [tile, *ahead, *shapes, *wide]
+    uneven = [tile.but(EVEN=False, num_stages=s) for s in (3, 4)] if "L" in case else []
+    return list(dict.fromkeys([tile, *ahead, *shapes, *wide, *uneven]))
 
 
 def _enter_cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
@@ -313,11 +337,12 @@ ENTER_MOE = KernelSpec(
     terms=lambda case: case.D,
     op=enter_moe,
     kernels=(_enter,),
-    cases=_axes("E L F D S"),
+    cases=_axes("E L F D S", 0),
     small=[
-        Case(E=20, L=48, F=80, D=336, S=1),
+        Case(E=20, L=48, F=80, D=336, S=1, N=1),
         Case(E=8, L=0, F=33, D=64, S=2),
         Case(E=16, L=32, F=32, D=512, S=1),
+        Case(E=12, L=20, F=0, D=272, S=2),
     ],
     tokens=_TOKENS,
     make=_make_enter,
@@ -337,7 +362,7 @@ SHARE_EXPERT = KernelSpec(
     terms=lambda case: case.F,
     op=share_expert,
     kernels=(_share,),
-    cases=_axes("E K G TG F D S"),
+    cases=_axes("E K G TG F D S", 1),
     small=[
         Case(E=32, K=6, G=1, TG=1, F=80, D=48, S=1),
         Case(E=40, K=4, G=8, TG=3, F=64, D=37, S=2),

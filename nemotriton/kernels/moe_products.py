@@ -1,9 +1,7 @@
 """Kernels of a mixture-of-experts layer at a few tokens; `moe_few` has their ops.
 
 A program's number says which matrix it takes rows of, or which token it routes. All wait for the
-kernel before them with lines of their weights on the way (see `dependent`). Programs read the same
-x: with ROTATE neighbours begin at different columns and go round, so that they do not ask the few
-memory banks that hold the next ones all at once.
+kernel before them with lines of their weights on the way (see `dependent`).
 """
 
 import triton
@@ -18,132 +16,116 @@ LINE = tl.constexpr(128)  # bytes that come from memory together
 
 @triton.jit
 def _ahead(
-    w_ptr, row, turn,
-    ROWS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr,
-    ROW: tl.constexpr, LINES: tl.constexpr,
+    w_ptr, row,
+    ROWS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch LINES lines of each of ROWS rows from `row` on, of N rows STRIDE elements apart,
-    beginning with step `turn` of COLUMNS columns, in steps of ROW bytes."""
+    """Prefetch LINES lines of each of ROWS rows from `row` on, of N rows STRIDE elements apart."""
     if LINES > 0:
         SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
-        ALL: tl.constexpr = COLUMNS * SIZE // LINE
         i = tl.arange(0, ROWS * LINES)
-        line = turn * (ROW // LINE) + i % LINES
-        line = tl.where(line < ALL, line, line - ALL)
         rows = tl.minimum(row + i // LINES, N - 1)
-        prefetch(w_ptr + rows * STRIDE + line * (LINE // SIZE))
+        prefetch(w_ptr + rows * STRIDE + i % LINES * (LINE // SIZE))
 
 
 @triton.jit
 def _product(
-    x_ptr, w_ptr, x_stride, T, t, tile, k_0, turn,
-    N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
-    ASM: tl.constexpr,
+    x_ptr, w_ptr, x_stride, T, t, n, k_0,
+    N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    SLICES: tl.constexpr, ROW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_N, tokens t] of a tile of rows of W [N, K] over STEPS steps from column k_0, each
-    of ROW bytes of every row, round from step `turn`."""
+    """fp32 [rows n, tokens t]: rows n of W [N, K] times x over STEPS steps from column k_0, each of
+    ROW bytes of every row. Rows behind N are not read; EVEN: nor are there any, and the steps are
+    whole."""
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     BLOCK_K: tl.constexpr = ROW // SIZE // SLICES
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = k_0 + tl.arange(0, SLICES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    live = (t < T)[None, None, :]
-    x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]  # [SLICES, BLOCK_K, BLOCK_T]
-    w_at = w_ptr + (tl.minimum(n, N - 1) * K)[None, :, None] + k[:, None, :]
-    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
+    live, own = (t < T)[None, None, :], (n < N)[None, :, None]
+    x_at = x_ptr + t[None, None, :] * x_stride + k[:, :, None]  # [SLICES, columns, tokens]
+    w_at = w_ptr + (n * K)[None, :, None] + k[:, None, :]
+    acc = tl.zeros((SLICES, n.shape[0], t.shape[0]), tl.float32)
     for step in range(STEPS):
-        at = turn + step
-        at = tl.where(at < STEPS, at, at - STEPS) * (SLICES * BLOCK_K)
-        if EVEN_K:
-            w = tl.load(w_at + at)
-            x = tl.load(x_at + at, mask=live, other=0.0)
+        if EVEN:
+            w = tl.load(w_at)
+            x = tl.load(x_at, mask=live, other=0.0)
         else:
-            left = k + at < K
-            w = tl.load(w_at + at, mask=left[:, None, :], other=0)
-            x = tl.load(x_at + at, mask=live & left[:, :, None], other=0.0)
+            left = k + step * (SLICES * BLOCK_K) < K
+            w = tl.load(w_at, mask=own & left[:, None, :], other=0)
+            x = tl.load(x_at, mask=live & left[:, :, None], other=0.0)
         if w_ptr.dtype.element_ty == tl.uint8:
             w = e4m3_to(w, x_ptr.dtype.element_ty, ASM)
         if w_ptr.dtype.element_ty == tl.float32:
             acc = dot_parts(w, x, acc, True)
         else:
             acc = tl.dot(w, x, acc, input_precision="ieee")
+        w_at += SLICES * BLOCK_K
+        x_at += SLICES * BLOCK_K
     return tl.sum(acc, 0)
 
 
 @triton.jit
-def _turn(program, STEPS: tl.constexpr, ROTATE: tl.constexpr):
-    """The step that a program begins with."""
-    return (program % STEPS if ROTATE else program * 0).to(tl.int32)
-
-
-@triton.jit
 def _multiply(
-    x_ptr, w_ptr, scale_ptr, y_ptr, x_stride, T, t, tile, k_0, turn,
+    x_ptr, w_ptr, scale_ptr, y_ptr, x_stride, T, t, tile, k_0, ROWS: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr, RELU2: tl.constexpr,
-    EVEN_K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROW: tl.constexpr, ASM: tl.constexpr, LET_GO: tl.constexpr,
+    EVEN_K: tl.constexpr, SLICES: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
+    ASM: tl.constexpr, LET_GO: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of y = x W^T, times W's scale where it has one."""
-    acc = _product(
-        x_ptr, w_ptr, x_stride, T, t, tile, k_0, turn, N, K, STEPS, EVEN_K, SLICES,
-        BLOCK_T, BLOCK_N, ROW, ASM,
-    )  # fmt: skip
+    """Store ROWS <= BLOCK_N rows of y = x W^T, times W's scale where it has one."""
+    EVEN: tl.constexpr = EVEN_K and ROWS == BLOCK_N and N % BLOCK_N == 0
+    i = tl.arange(0, BLOCK_N)
+    n = tl.where(i < ROWS, tile * ROWS + i, N)
+    acc = _product(x_ptr, w_ptr, x_stride, T, t, n, k_0, N, K, STEPS, EVEN, SLICES, ROW, ASM)
     if LET_GO:
         tl.extra.cuda.gdc_launch_dependents()
     if scale_ptr is not None:
         acc *= tl.load(scale_ptr)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     finish(acc, None, None, y_ptr, t[None, :], n[:, None], T, N, 0, RELU2)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _enter(
-    x_ptr, gate_ptr, latent_ptr, up_ptr, scale_ptr, logits_ptr, narrow_ptr, hidden_ptr, x_stride, T,
-    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, F: tl.constexpr,
+    x_ptr, gate_ptr, latent_ptr, latent_scale_ptr, up_ptr, up_scale_ptr,
+    logits_ptr, narrow_ptr, hidden_ptr, x_stride, T,
+    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, F: tl.constexpr, FEW: tl.constexpr,
     SPLITS: tl.constexpr, GATE_STEPS: tl.constexpr, LATENT_STEPS: tl.constexpr,
     UP_STEPS: tl.constexpr, EVEN_K: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, ROW: tl.constexpr, ROTATE: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_N: tl.constexpr, ROW: tl.constexpr, LINES: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The gate's programs first, for theirs take longest; then the latent's, then the expert's."""
-    pid = tl.program_id(0).to(tl.int64)
+    """The gate's programs, then those of FEW rows of the latent each, then the shared expert's."""
     PART: tl.constexpr = GATE_STEPS * (ROW // 4)  # columns of the gate in one program
     GATES: tl.constexpr = (E + BLOCK_N - 1) // BLOCK_N * SPLITS
-    LATENTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
+    LATENTS: tl.constexpr = (L + FEW - 1) // FEW
     ALL: tl.constexpr = GATES + LATENTS + (F + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0).to(tl.int64)
     t = pid // ALL * BLOCK_T + tl.arange(0, BLOCK_T)
     pid = pid % ALL
-    split = pid % SPLITS
-    gate_turn = _turn(pid, GATE_STEPS, ROTATE)
-    latent_turn, up_turn = _turn(pid, LATENT_STEPS, ROTATE), _turn(pid, UP_STEPS, ROTATE)
+    split, tile = pid % SPLITS, pid // SPLITS  # of the gate
+    narrow_tile, up_tile = pid - GATES, pid - GATES - LATENTS
     if PDL:
         if pid < GATES:
-            row = pid // SPLITS * BLOCK_N
-            _ahead(gate_ptr + split * PART, row, gate_turn, BLOCK_N, E, D, PART, ROW, LINES)
+            _ahead(gate_ptr + split * PART, tile * BLOCK_N, BLOCK_N, E, D, LINES)
         elif pid < GATES + LATENTS:
             if L > 0:
-                row = (pid - GATES) * BLOCK_N
-                _ahead(latent_ptr, row, latent_turn, BLOCK_N, L, D, D, ROW, LINES)
-        else:
-            row = (pid - GATES - LATENTS) * BLOCK_N
-            _ahead(up_ptr, row, up_turn, BLOCK_N, F, D, D, ROW, LINES)
+                _ahead(latent_ptr, narrow_tile * FEW, FEW, L, D, LINES)
+        elif F > 0:
+            _ahead(up_ptr, up_tile * BLOCK_N, BLOCK_N, F, D, LINES)
         tl.extra.cuda.gdc_wait()
     if pid < GATES:
         plane = logits_ptr + split * T * E
         _multiply(
-            x_ptr, gate_ptr, None, plane, x_stride, T, t, pid // SPLITS, split * PART, gate_turn,
-            E, D, GATE_STEPS, False, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
+            x_ptr, gate_ptr, None, plane, x_stride, T, t, tile, split * PART, BLOCK_N,
+            E, D, GATE_STEPS, False, EVEN_K, SLICES, BLOCK_N, ROW, ASM, PDL,
         )  # fmt: skip
     elif pid < GATES + LATENTS:
         if L > 0:
             _multiply(
-                x_ptr, latent_ptr, None, narrow_ptr, x_stride, T, t, pid - GATES, 0, latent_turn,
-                L, D, LATENT_STEPS, False, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
+                x_ptr, latent_ptr, latent_scale_ptr, narrow_ptr, x_stride, T, t, narrow_tile, 0,
+                FEW, L, D, LATENT_STEPS, False, EVEN_K, SLICES, BLOCK_N, ROW, ASM, PDL,
             )  # fmt: skip
-    else:
+    elif F > 0:
         _multiply(
-            x_ptr, up_ptr, scale_ptr, hidden_ptr, x_stride, T, t, pid - GATES - LATENTS, 0, up_turn,
-            F, D, UP_STEPS, True, EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
+            x_ptr, up_ptr, up_scale_ptr, hidden_ptr, x_stride, T, t, up_tile, 0, BLOCK_N,
+            F, D, UP_STEPS, True, EVEN_K, SLICES, BLOCK_N, ROW, ASM, PDL,
         )  # fmt: skip
 
 
@@ -153,7 +135,7 @@ def _share(
     logits_stride, part_stride, h_stride, T, factor,
     D: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
-    ROTATE: tl.constexpr, LINES: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr,
+    LINES: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
@@ -162,10 +144,9 @@ def _share(
     TILES: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     tile = (pid - T) % TILES
-    turn = _turn(tile, STEPS, ROTATE)
     if PDL:
         if pid >= T:
-            _ahead(down_ptr, tile * BLOCK_N, turn, BLOCK_N, D, F, F, ROW, LINES)
+            _ahead(down_ptr, tile * BLOCK_N, BLOCK_N, D, F, LINES)
         elif bias_ptr is not None:
             prefetch(bias_ptr + tl.minimum(tl.arange(0, BLOCK_G * BLOCK_S), GROUPS * SIZE - 1))
         tl.extra.cuda.gdc_wait()
@@ -185,6 +166,6 @@ def _share(
     else:
         t = (pid - T) // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
         _multiply(
-            h_ptr, down_ptr, scale_ptr, y_ptr, h_stride, T, t, tile, 0, turn, D, F, STEPS, False,
-            EVEN_K, SLICES, BLOCK_T, BLOCK_N, ROW, ASM, PDL,
+            h_ptr, down_ptr, scale_ptr, y_ptr, h_stride, T, t, tile, 0, BLOCK_N, D, F, STEPS,
+            False, EVEN_K, SLICES, BLOCK_N, ROW, ASM, PDL,
         )  # fmt: skip

@@ -20,11 +20,11 @@ from nemotriton.kernels import (
     share_expert,
     write_kv,
 )
-from nemotriton.kernels.dependent import beside
+from nemotriton.kernels.dependent import side_by_side
 from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
 from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
-from nemotriton.kernels.moe_few import FEW
+from nemotriton.kernels.moe_few import FEW, FEWEST
 from nemotriton.model.config import AttentionConfig, LayerKind, ModelConfig, MoeConfig
 from nemotriton.model.formats import Format
 from nemotriton.model.layers import Experts, Linear, Scope, parameter
@@ -191,12 +191,19 @@ class MoeMixer(nn.Module):
         if self._joins(x):
             return self._forward_joined(x)
         latent, shared = self.fc1_latent_proj, self.shared_experts
-        if latent is None:
-            routed = self.experts(x, self.route(x))
-            return routed if shared is None else shared(x, residual=routed)
-        y = None if shared is None else beside(lambda: shared(x), x)
-        routing = self.route(x)
-        return self._widen(self.experts(latent(x), routing), y)
+        if shared is None:
+            routing = self.route(x)
+            if latent is None:
+                return self.experts(x, routing)
+            return self._widen(self.experts(latent(x), routing), None)
+        with side_by_side(x) as start:
+            if latent is None:
+                hidden = start(lambda: shared.up_proj(x, epilogue="relu2"))
+                routed = self.experts(x, self.route(x))
+                return shared.down_proj(hidden(), epilogue="residual", residual=routed)
+            narrow, y = start(lambda: latent(x)), start(lambda: shared(x))
+            routing = self.route(x)
+            return self._widen(self.experts(narrow(), routing), y)
 
     def _widen(
         self, routed: torch.Tensor, shared: Callable[[], torch.Tensor] | None
@@ -209,32 +216,46 @@ class MoeMixer(nn.Module):
         return self.fc2_latent_proj(routed, epilogue="residual", residual=shared())
 
     def _joins(self, x: torch.Tensor) -> bool:
-        """Whether the products of x go together: a few tokens, matrices that nothing is done to. In
-        the invariant mode all generated tokens, for the gate's sums have an order of their own."""
-        shared, latent = self.shared_experts, self.fc1_latent_proj
-        few = len(x) <= FEW if phase() is None else phase() == DECODE
-        if shared is None or not few or x.dtype != torch.bfloat16:
-            return False
-        plain = latent is None or latent.plain(Format.BF16)
-        plain = plain and shared.up_proj.plain(Format.BF16, Format.FP8)
-        return plain and enter_moe.uses_triton((x,), {})
+        """Whether products of x go together: a few tokens, matrices that nothing is done to. In the
+        invariant mode all generated tokens, for the gate's sums have an order of their own."""
+        latent = self.fc1_latent_proj
+        most = FEWEST if latent is None else FEW
+        few = len(x) <= most if phase() is None else phase() == DECODE
+        plain = self._shares(x) if latent is None else latent.plain(Format.BF16, Format.FP8)
+        return few and plain and x.dtype == torch.bfloat16 and enter_moe.uses_triton((x,), {})
 
     def _forward_joined(self, x: torch.Tensor) -> torch.Tensor:
         latent, shared, m = self.fc1_latent_proj, self.shared_experts, self.moe
+        weight, scale = (None, None) if latent is None else (latent.weight, latent.scale)
+        if not self._shares(x):
+            with side_by_side(x) as start:
+                beside = None if shared is None else start(lambda: shared(x))
+                logits, routed, _ = enter_moe(x, self.gate.weight, weight, scale)
+                return self._widen(self.experts(routed, self._choose(logits)), beside)
         assert shared is not None
         up, down = shared.up_proj, shared.down_proj
-        narrow = None if latent is None else latent.weight
-        logits, routed, hidden = enter_moe(x, self.gate.weight, narrow, up.weight, up.scale)
-        alone = latent is None or not self.experts.packed or self.shard.ep > 1 or len(x) > FEW
-        if alone or not down.plain(Format.BF16, Format.FP8):
-            routing = self._choose(logits)
-            if routed is None:
-                return down(hidden, "residual", self.experts(x, routing))
-            return self._widen(self.experts(routed, routing), lambda: down(hidden))
+        both = (weight, scale, up.weight, up.scale)
+        logits, routed, hidden = enter_moe(x, self.gate.weight, *both)
+        assert hidden is not None
+        if routed is None:
+            return down(hidden, "residual", self.experts(x, self._choose(logits)))
         bias = self.gate.e_score_correction_bias
         groups = (m.top_k, m.router_groups, m.top_groups, m.normalize, m.scale)
         routing, y = share_expert(logits, bias, *groups, hidden, down.weight, down.scale)
         return self._widen(self.experts(routed, routing), lambda: y)
+
+    def _shares(self, x: torch.Tensor) -> bool:
+        """Whether the shared expert's products are among those that go together; where there is a
+        latent projection not in the invariant mode, which takes one way for any number of rows."""
+        shared = self.shared_experts
+        if shared is None or not shared.up_proj.plain(Format.BF16, Format.FP8):
+            return False
+        if self.fc1_latent_proj is None:
+            return True
+        alone = self.experts.packed and self.shard.ep == 1
+        alone = alone and len(x) <= FEWEST and phase() is None
+        plain = alone and shared.down_proj.plain(Format.BF16, Format.FP8)
+        return plain and share_expert.uses_triton((x,), {})
 
 
 def make_mixer(

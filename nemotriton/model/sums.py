@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from typing import Any
 
 import torch
@@ -40,12 +41,16 @@ class SmallSums:
     adds: whether `add` may be used. rows: of the sums that go on to a norm, None where those are
     two launches."""
 
-    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
-        group = dist.group.WORLD
-        assert group is not None
+    def __init__(self, rank: int, ranks: int, device: torch.device, store: dist.Store) -> None:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
         self.rank, self.ranks = rank, ranks
         self.most = _MOST // (ranks - 1) // _ALIGN * _ALIGN
-        self._group, self.group_name = group, str(group.group_name)
+        # a name of its own: PyTorch keeps a process's first group of a name for ever
+        if rank == 0:
+            store.set("name", uuid.uuid4().hex)
+        self.group_name = store.get("name").decode()
+        _SymmetricMemory.set_group_info(self.group_name, rank, ranks, store)
         self.buffer, _ = self._shared(self.most, device)
         self.adds = False
         self.rows: RankRows | None = None
@@ -54,9 +59,10 @@ class SmallSums:
     def _shared(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, list[int]]:
         """Zeros that all reach, and where each rank's are."""
         import torch.distributed._symmetric_memory as symmetric
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-        handle: Any = symmetric.rendezvous(memory, self._group)
+        handle: Any = _SymmetricMemory.rendezvous(memory, self.group_name)
         return memory.zero_(), list(handle.buffer_ptrs)
 
     def share_rows(self, device: torch.device) -> None:
@@ -96,11 +102,11 @@ class SmallSums:
         return sum_add_rms_norm(part, residual, weight, eps, self.rows)
 
 
-def small_sums(rank: int, ranks: int, device: torch.device) -> SmallSums | None:
+def small_sums(rank: int, ranks: int, device: torch.device, store: dist.Store) -> SmallSums | None:
     """What adds small parts up, as far as it has shown that it can; None where NCCL or gloo has to.
 
     NEMOTRITON_SUMS is fused (the default), small (no sums inside norms) or nccl. Every rank must
-    call this at the same time."""
+    call this at the same time; store: of this group alone."""
     way = os.environ.get("NEMOTRITON_SUMS", WAYS[0])
     if device.type != "cuda" or way == "nccl":
         return None
@@ -108,7 +114,7 @@ def small_sums(rank: int, ranks: int, device: torch.device) -> SmallSums | None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     made: SmallSums | None = None
     try:
-        made = SmallSums(rank, ranks, device)
+        made = SmallSums(rank, ranks, device, store)
         if way == WAYS[0]:
             made.share_rows(device)
         torch.cuda.synchronize(device)
