@@ -346,6 +346,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         rows, warps = 16, 2
     elif case.TREE:
         rows = 32
+    elif tokens <= 4 * case.NEW:  # a few sequences do not fill the card
+        rows, warps = 16, 1
     return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
 
 
