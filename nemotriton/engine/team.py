@@ -227,20 +227,7 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     own = _client(host, port, ranks, "group")
     try:
         _gather(own, shard, children)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-            # who has gone is the watch's business; NCCL's own would end processes without a word
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=own,
-            rank=shard.rank,
-            world_size=ranks,
-            timeout=_PATIENCE,
-            device_id=place if place.type == "cuda" else None,
-        )
+        _group(own, shard, place)
     except BaseException:
         end_all(list(children.values()), 0.0)
         raise
@@ -249,10 +236,27 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     parent = os.getppid() if shard.rank and "NEMOTRITON_SPAWNED" in os.environ else None
     watch = Watch(watched, shard.rank, ranks, children, parent, _abort)
     if local_ranks == ranks:
-        shard = replace(
-            shard, sums=small_sums(shard.rank, ranks, place, dist.PrefixStore("sums", own))
-        )
+        sums = small_sums(shard.rank, ranks, place, dist.PrefixStore("sums", own))
+        shard = replace(shard, sums=sums)
     return Team(shard, place, host_of, watch, children)
+
+
+def _group(store: dist.Store, shard: Shard, place: torch.device) -> None:
+    """Make the process group, once all have come."""
+    on_gpu = place.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(place)
+        # who has gone is the watch's business; NCCL's own would end processes without a word
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=shard.rank,
+        world_size=shard.ranks,
+        timeout=_PATIENCE,
+        device_id=place if on_gpu else None,
+    )
 
 
 def _client(host: str, port: int, ranks: int, name: str) -> dist.Store:

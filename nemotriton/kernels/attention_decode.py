@@ -45,6 +45,7 @@ from nemotriton.kernels.paged import (
     fp32_tile,
     owner,
 )
+from nemotriton.kernels.shared_memory import LARGE, most_shared
 
 GRAIN = 128  # keys: a split is a multiple of it, and so of every BLOCK_N
 FINEST = 128  # the largest SPLITS of a tile
@@ -305,11 +306,12 @@ def _decode_default(case: Case, tokens: int) -> Tile:
     """One tile whatever the tokens: the batch must not change a sequence's bits."""
     if "fp32" in case:
         return fp32_tile(case).but(SPLITS=64)
-    base = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+    base, little = Tile(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3), most_shared() < LARGE
     if not _wide(case):
-        return base.but(SPLITS=64, num_stages=4, maxnreg=ROOM)
-    # the look-up of ancestors takes registers that four warps do not have on sm_100
-    return base.but(SPLITS=64, num_warps=8 if case.tree else 4)
+        return base.but(SPLITS=64, num_stages=3 if little else 4, maxnreg=ROOM)
+    # the look-up of ancestors takes registers that four warps do not have on sm_100, nor do they
+    # have those of fp8's conversion on sm_120
+    return base.but(SPLITS=64, num_warps=8 if case.tree or (case.fp8 and little) else 4)
 
 
 def _order(tile: Tile) -> tuple[int | bool, ...]:

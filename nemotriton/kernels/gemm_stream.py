@@ -24,11 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nemotriton import device
 from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fp4 import e4m3_decode
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2, target
+from nemotriton.kernels.shared_memory import most_shared
 
 
 @triton.jit
@@ -220,7 +220,6 @@ WIDE = 12800  # outputs from which x, read again by every program, costs more th
 STREAM_TOKENS = 32  # at most; more are better off with the tensor core's asynchronous form
 PROCESSORS = 132
 SHARED = 233472  # bytes of a Hopper multiprocessor, of which every program takes 1,024 for itself
-LITTLE = {86: 101376, 89: 101376, 120: 101376}  # bytes that a program may have, where not 227 KB
 
 
 def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
@@ -281,13 +280,6 @@ def _even(tile: Tile, N: int, itemsize: int) -> Tile:
         least = SHARED // (share + 1) - 1024
         wanted = max(stages, least // one + 2)
         stages = wanted if (wanted - 1) * one + 1024 <= SHARED // share and wanted <= 8 else stages
-    most = LITTLE.get(_capability(), SHARED)
-    while stages > 2 and (stages - 1) * one > most:
+    while stages > 2 and (stages - 1) * one > most_shared():
         stages -= 1
     return tile.but(num_stages=stages)
-
-
-def _capability() -> int:
-    """Of what default tiles are chosen for, as in `op.target`."""
-    major, minor = device.info().capability
-    return target(torch.device("meta")) or 10 * major + minor
