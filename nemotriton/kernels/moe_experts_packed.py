@@ -15,8 +15,7 @@ both products:
               of their own writes out of the sorted pairs, which the others do without
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
-    PDL       dependent launches; AHEAD: blocks of columns that a down program prefetches before it
-              waits (a power of two; of 128 columns)
+    PDL       dependent launches
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -128,7 +127,6 @@ def run_experts_packed(
         down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen, H=plan.h_width,
         N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
         SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0,
-        AHEAD=min(int(tile["AHEAD"]), next_pow2(plan.down_steps // plan.split)),
         launch_pdl=plan.pdl, **plan.meta("DOWN"),
     )  # fmt: skip
     count = K * plan.split
@@ -260,8 +258,7 @@ def _tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    rest = {"SPLIT": split, "BLOCKS": blocks, "NARROW": narrow, "ASM": True}
-    return Tile(**both, **rest, PDL=up[0] == 8, AHEAD=0)
+    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, PDL=False, ASM=True)
 
 
 _ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
@@ -285,8 +282,7 @@ _MANY = [
 def _tiles(case: Case) -> list[Tile]:
     pairs = [_tile(up, down, s, blocks=b) for up, down, s in _FEW[:2] for b in (0, 1)]
     few = [_tile(up, down, s) for up, down, s in _FEW]
-    late = [tile.but(PDL=False) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
-    late += [tile.but(AHEAD=steps) for tile in (*pairs[:2], few[0]) for steps in (2, 8)]
+    late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
     many = [_tile(up, down, narrow=True) for up, down in _MANY]
     plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
     if case.F % 128:  # what `_default` takes there
@@ -306,8 +302,9 @@ def _default(case: Case, tokens: int) -> Tile:
     """By pairs while they are few, then by the pairs of a mean expert."""
     pairs, per_expert = tokens * case.K, tokens * case.K / case.E
     down = _TWO if case.F % 128 else _ONE  # masks of a last, half block make one warp spill
-    if pairs <= 192:
-        return _tile(_TWO, down, 3, blocks=0 if pairs <= 48 else 1 if tokens <= 8 else 2)
+    if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
+        blocks = 0 if pairs <= 48 else 1 if tokens <= 8 else 2
+        return _tile(_TWO, down, 3, blocks).but(PDL=True)
     if pairs <= 384:
         return _tile(_TWO, down)
     if per_expert <= 3:

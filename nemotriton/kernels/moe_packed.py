@@ -19,7 +19,6 @@ it from the launch before, and can prefetch nothing.
 import triton
 import triton.language as tl
 
-from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.hopper_pack import (
     WEIGHT_UNIT,
     WORDS,
@@ -199,24 +198,6 @@ def _packed_up(
         tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
 
 
-@triton.jit
-def _prefetch_tile(
-    matrix, tile_n, step_0, STEPS: tl.constexpr, K_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Bring BLOCK_N rows of STEPS (0 or a power of two) tiles of columns from step_0 near."""
-    if STEPS > 0:
-        LINES: tl.constexpr = BLOCK_N // 16 * 8  # of codes in a tile of columns; each 32 words
-        SCALES: tl.constexpr = LINES // 8
-        block = tile_n * (BLOCK_N // 16)
-        tile = matrix + block // 8 * (K_TILES * WORDS)
-        i = tl.arange(0, STEPS * LINES)
-        column = tl.minimum(step_0 + i // LINES, K_TILES - 1) * WORDS
-        prefetch(tile + column + block % 8 * 256 + i % LINES * 32)
-        j = tl.arange(0, STEPS * SCALES)
-        column = tl.minimum(step_0 + j // SCALES, K_TILES - 1) * WORDS
-        prefetch(tile + column + 2048 + block % 8 * 32 + j % SCALES * 32)
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def _packed_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_ptr, pairs,
@@ -224,12 +205,11 @@ def _packed_down(
     N_TILES: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCKS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, MMA: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns.
 
-    Which expert a program has was written two launches ago: it is known before h is there, and the
-    first AHEAD blocks of its weights are then on their way."""
+    Which expert a program has was written two launches ago: it is known before h is there."""
     TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     block = pid // (TILES * SPLIT)
@@ -242,8 +222,6 @@ def _packed_down(
     scale = tl.load(global_ptr + tl.maximum(expert, 0)) * WEIGHT_UNIT * weights
     matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
     if PDL:
-        if expert >= 0:
-            _prefetch_tile(matrix, tile_n.to(tl.int32), step_0, AHEAD, K_TILES, BLOCK_N)
         tl.extra.cuda.gdc_wait()
     if expert >= 0:
         h_rows = h_ptr + tl.where(live, rows, 0).to(tl.int64) * H
