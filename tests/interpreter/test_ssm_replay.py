@@ -108,6 +108,22 @@ def test_a_sick_row_leaves_the_rows_before_it_alone(spoilt: str, held: int) -> N
     assert spoilt == "C" or not got[4].isfinite().any()
 
 
+@pytest.mark.parametrize("held", [0, 13, 14])
+def test_a_sick_branch_leaves_the_others_alone(held: int) -> None:
+    """Token 1 is sick, and 3 below it; 2 and 4 are another branch."""
+    parents, ys = torch.tensor([-1, 0, 0, 1, 2], dtype=torch.int32), []
+    for value in (0.5, torch.inf, torch.nan):
+        world = Request(as_model(inputs(41, SIZES), torch.bfloat16), torch.float32, 5)
+        for n in [5] * (held // 5) + [held % 5] * (held % 5 > 0):
+            world.feed(n)
+        for values in (world.a.x, world.a.dt) if value == torch.nan else (world.a.x,):
+            values[held + 1] = value
+        ys.append(world.feed(5, parents=parents))
+    for y in ys[1:]:
+        assert torch.equal(y[[0, 2, 4]], ys[0][[0, 2, 4]])
+        assert not y[[1, 3]].isfinite().any()
+
+
 def made(new: int, tree: int, state: str = "fp32", T: int = 12) -> Args:
     case = Case(H=2, P=6, N=12, G=1, STATE=state, NEW=new, TREE=tree)
     rng = torch.Generator().manual_seed(new + tree)
