@@ -90,7 +90,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(path: Path, tp: int = 1, ep: int = 1) -> LLM:
-    return LLM(path, device="cpu", max_context=256, max_requests=4, drafts=2, tp=tp, ep=ep)
+    """Steps are padded to shapes and started ahead, as they are recorded on GPUs."""
+    return LLM(path, device="cpu", max_context=256, max_requests=4, graphs=True, tp=tp, ep=ep)
 
 
 @pytest.fixture(scope="module")

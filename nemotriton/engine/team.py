@@ -36,7 +36,6 @@ _HEAD = 4096  # bytes of the first part of what is told
 _LOST = timedelta(seconds=4)  # for the store to answer
 _CAUSE = 2.0  # seconds in which the cause of a broken connection becomes known
 _FAREWELL = 5.0
-_NO_RANKS = "tp * ep is {ranks}, but torchrun has started {world} processes: make them equal."
 
 
 class Team:
@@ -202,7 +201,11 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     ranks = Shard(0, tp, ep).ranks
     launched = under_launcher()
     world = int(os.environ["WORLD_SIZE"]) if launched else 1
-    require(not launched or world == ranks, _NO_RANKS.format(ranks=ranks, world=world), ConfigError)
+    require(
+        not launched or world == ranks,
+        f"tp * ep is {ranks}, but torchrun has started {world} processes: make them equal.",
+        ConfigError,
+    )
     if ranks == 1:
         return None
     require(
