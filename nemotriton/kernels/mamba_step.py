@@ -415,7 +415,7 @@ MAMBA_STEP = KernelSpec(
         Case(H=2, P=24, N=16, G=1, W=2, STATE="int8"),
         Case(H=2, P=5, N=20, G=1, W=4, STATE="fp16-sr"),
     ],
-    tokens=(1, 4, 16, 64, 256, 1024),
+    tokens=(1, 2),
     make=_make,
     tiles=_tiles,
     default=_default,
