@@ -9,8 +9,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 MODEL ?=
-PROMPT ?= A hybrid model has three kinds of layer:
-ARGS ?= --max-tokens 64
+PROMPT ?= def __init__(self, name, value=None):
+ARGS ?= --max-tokens 64 $(if $(MODEL),,--drafts 2)
 JOBS ?= 2
 
 VENV := .venv

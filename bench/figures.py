@@ -14,7 +14,7 @@ import typer
 
 from bench import decode, load, prefill, rows
 from bench.cli import Out, application, need_gpu, run
-from bench.cost import Rates
+from bench.cost import Load, Rates
 from bench.load import Traffic
 from bench.models import (
     KvDtype,
@@ -67,7 +67,7 @@ def measure(
     size = {"requests": recorded[-1], "context": longest, "piece": piece, "batches": recorded}
     with setup.started(drafts, **size, graphs=True) as (llm, _):  # type: ignore[arg-type]
         running = Running(llm, setup, setup.weights(drafts), drafts, facts, rates)
-        steps = decode.loads(",".join(map(str, batches)), "1024", drafts)
+        steps = [Load(n, 1024, drafts) for n in batches]
 
         def stepping() -> Iterator[Row]:
             for step in steps:

@@ -41,7 +41,7 @@ app = application(__doc__)
 
 def small_model(directory: str) -> str:
     """A model like the large ones that four ranks can share, as a config.json in a directory."""
-    data = ModelConfig.preset("tiny").to_json() | {"n_groups": 4}
+    data = ModelConfig.preset("tiny").to_json() | {"n_groups": 4, "num_attention_heads": 8}
     (Path(directory) / "config.json").write_text(json.dumps(data))
     return directory
 

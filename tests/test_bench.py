@@ -50,8 +50,8 @@ def row(us: float | None, p20: float = 0.0, p80: float = 0.0, **more: Any) -> Ro
 def test_token_counts_are_taken_as_they_are(spec: KernelSpec) -> None:
     found = cli.points(["twice"], "tiny,nano-30b", "bf16", "5,64,65")
     assert [(p.case.D, p.tokens, m) for p, m in found.items()] == [
-        (128, 5, "tiny"),
-        (128, 64, "tiny"),
+        (192, 5, "tiny"),
+        (192, 64, "tiny"),
         (2688, 5, "nano-30b"),
         (2688, 64, "nano-30b"),
     ]
@@ -311,14 +311,14 @@ def test_profile_runs_an_op_or_a_module_and_compares(tmp_path: Path) -> None:
     done = run(profile.app, op)
     assert done.exit_code == 0, done.output
     found = json.loads(Path(one).read_text())
-    assert found["what"] == "rms_norm D128 bf16 T=4, 20 calls"
+    assert found["what"] == "rms_norm D192 bf16 T=4, 20 calls"
     assert found["kernels"]
     done = run(profile.app, ["run", two, "--", "json.tool", "--compact", one, str(tmp_path / "x")])
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "x").read_text()) == found
     assert sys.argv == argv
     done = run(profile.app, ["diff", one, two])
-    assert "what: rms_norm D128 bf16 T=4, 20 calls before, json.tool" in done.stderr
+    assert "what: rms_norm D192 bf16 T=4, 20 calls before, json.tool" in done.stderr
     assert "| total | |" in done.stdout
     for wrong in (["run", one], ["run", one, "--kernel", "rms_norm", "--", "json.tool"]):
         assert "not both" in str(run(profile.app, wrong).exception)

@@ -378,6 +378,8 @@ def test_a_start_is_told_part_by_part(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_all_figures_by_one_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.traffics([""]) == []
     traffic = figures.traffics(["24:9:2:3", "24:40:1:1"])
+    alone = figures.measure(TINY, 0, [], [20], [], 3, 32, FACTS, RATES)
+    assert [r["suite"] for r in alone] == ["prefill"]
     for k, suites in ((0, ["decode"] * 2 + ["prefill"] + ["load"] * 2), (2, ["decode"] * 2)):
         setup = replace(TINY, acceptance=0.7 if k else None)
         sizes = ([1, 2], [70], traffic if not k else [])

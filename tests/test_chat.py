@@ -266,7 +266,8 @@ def test_deltas_carry_thoughts_answers_and_calls(tiny: LLM) -> None:
     script += [15, 11]
     engine = make_engine(eos_ids=(11,), max_context=512, pages=200)
     Scripted(engine, script)
-    prompt = chat_prompt(tiny.tokenizer, USER, tools=TOOLS)
+    reader = ByteTokenizer(512, 1, (2,), tiny.tokenizer.chat_template)
+    prompt = chat_prompt(reader, USER, tools=TOOLS)
     group = engine.submit(engine.prepare(prompt, SamplingParams(max_tokens=99)))
     deltas = []
     while not group.finished:
@@ -350,8 +351,8 @@ def test_completions_of_plain_prompts_are_not_taken_apart(tiny: LLM) -> None:
     output = tiny.generate("hi", SamplingParams(max_tokens=3))[0].outputs[0]
     assert (output.thinking, output.tool_calls) == (None, [])
     completion = Completion(Request("r", 0, [1], SamplingParams(), 0, 9), tiny.tokenizer)
-    completion.request.output = [12, *ids("a")]
-    completion.push([12, *ids("a")])
+    completion.request.output = [12, *tiny.tokenizer.encode("a")]
+    completion.push(completion.request.output)
     assert completion.text == "<think>a"
 
 

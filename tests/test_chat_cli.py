@@ -14,7 +14,7 @@ import torch
 
 from nemotriton.engine.llm import LLM, SamplingParams
 from nemotriton.generate import interactive
-from nemotriton.text.tokens import ByteTokenizer
+from nemotriton.text.tokens import JsonTokenizer
 from tests.test_generate import GREEDY, invoke, records
 from tests.test_generate_usage import invoke as misuse
 
@@ -87,13 +87,13 @@ def talk(*lines: str, args: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
 
 def test_a_conversation_remembers_resets_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[dict[str, Any]]] = []
-    plain = ByteTokenizer.apply_chat
+    plain = JsonTokenizer.apply_chat
 
-    def apply_chat(self: ByteTokenizer, messages: Any, *rest: Any, **named: Any) -> list[int]:
+    def apply_chat(self: JsonTokenizer, messages: Any, *rest: Any, **named: Any) -> list[int]:
         seen.append([dict(m) for m in messages])
         return plain(self, messages, *rest, **named)
 
-    monkeypatch.setattr(ByteTokenizer, "apply_chat", apply_chat)
+    monkeypatch.setattr(JsonTokenizer, "apply_chat", apply_chat)
     code, answers, err = talk(
         *("one", "", "/system Be kind.", " /two", "/nope x", "/help", "/reset", "three"),
         *("/system", "four", "/exit", "never"),
@@ -117,7 +117,7 @@ def test_turns_of_the_command_line_come_first() -> None:
 
 
 def test_a_turn_that_does_not_fit_or_says_nothing_is_dropped() -> None:
-    code, answers, err = talk("x" * 200, "one", args=("--max-context", "150"))
+    code, answers, err = talk("0" * 200, "one", args=("--max-context", "150"))
     assert (code, len(answers)) == (1, 1)
     assert "max_context is 150" in err
     assert "The turn is dropped" in err

@@ -79,10 +79,10 @@ DESCRIBED = {
 
 def test_biases_and_tied_head_count() -> None:
     tied = ModelConfig.from_json(tiny(tie_word_embeddings=True))
-    assert TINY.parameter_count() - tied.parameter_count() == 512 * 128
+    assert TINY.parameter_count() - tied.parameter_count() == TINY.vocab * TINY.width
     biased = ModelConfig.from_json(tiny(attention_bias=True, use_bias=True))
-    attention = 2 * (4 * 32 + 2 * 2 * 32 + 128)  # q, k, v and o of two layers
-    mamba = 3 * (256 + 384 + 8 + 128)  # in- and out-projection of three layers
+    attention = 2 * (6 * 32 + 2 * 2 * 32 + 192)  # q, k, v and o of two layers
+    mamba = 3 * (384 + 640 + 12 + 192)  # in- and out-projection of three layers
     assert biased.parameter_count() - TINY.parameter_count() == attention + mamba
 
 
@@ -171,7 +171,7 @@ SAME_AS_TINY: dict[str, dict[str, Any]] = {
         "use_conv_bias": REMOVED,
         "mamba_n_groups": 2,
         "mamba_d_conv": 4,
-        "mamba_state_dim": 32,
+        "mamba_state_dim": 64,
         "mamba_chunk_size": 32,
         "mamba_conv_bias": True,
         "mamba_dt_limit": [0, "Infinity"],
@@ -190,8 +190,8 @@ SAME_AS_TINY: dict[str, dict[str, Any]] = {
     "limit as tagged float": {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
     "limit as tagged number": {"time_step_limit": [0.0, {"__float__": INF}]},
     "limit in two spellings": {"time_step_limit": [0, INF], "mamba_dt_limit": [0.0, "Infinity"]},
-    "intermediate_size list": {"intermediate_size": [256]},
-    "two shared experts": {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 64},
+    "intermediate_size list": {"intermediate_size": [512]},
+    "two shared experts": {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": 128},
     "eos list": {"eos_token_id": [2, 2]},
     "keys that change nothing": INERT,
     "puzzle without blocks": {"model_type": "nemotron_h_puzzle", "block_configs": []},
@@ -233,7 +233,7 @@ def test_values_that_do_change_something() -> None:
     assert no_shared.shared_width == 0
     all_heads = read(num_key_value_heads=None).attention
     assert all_heads is not None
-    assert all_heads.kv_heads == 4
+    assert all_heads.kv_heads == all_heads.heads == 6
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -315,9 +315,9 @@ def test_puzzle_sizes_differ_from_layer_to_layer() -> None:
     assert model.pattern == "ME*EE-"
     moes = [moe for moe in model.moes if moe is not None]
     assert [(moe.width, moe.top_k, moe.experts, moe.latent) for moe in moes] == [
-        (1280, 4, 64, 64),
-        (2688, 18, 64, 64),
-        (64, 4, 32, None),
+        (1280, 4, 64, 96),
+        (2688, 18, 64, 96),
+        (96, 4, 32, None),
     ]
     assert model.mlp_widths == (0, 0, 0, 0, 0, 48)
     assert model.mtp_moe is not None

@@ -100,12 +100,12 @@ MALFORMED: dict[str, tuple[Any, list[str]]] = {
     "size a boolean": (tiny(chunk_size=True), ["chunk_size is true", "as an integer"]),
     "size infinite": (tiny(hidden_size=INF), ["hidden_size is inf", "as an integer"]),
     "heads and groups": (
-        tiny(n_groups=3),
-        ["mamba_num_heads is 8", "n_groups = 3", "Correct either"],
+        tiny(n_groups=5),
+        ["mamba_num_heads is 12", "n_groups = 5", "Correct either"],
     ),
     "query and KV heads": (
-        tiny(num_key_value_heads=3),
-        ["num_attention_heads is 4", "num_key_value_heads = 3", "Correct either"],
+        tiny(num_key_value_heads=4),
+        ["num_attention_heads is 6", "num_key_value_heads = 4", "Correct either"],
     ),
     "conv too wide": (tiny(conv_kernel=5), ["conv_kernel is 5", "2, 3 and 4", "Correct"]),
     "conv too narrow": (tiny(conv_kernel=1), ["conv_kernel is 1", "2, 3 and 4", "Correct"]),
@@ -147,7 +147,10 @@ MALFORMED: dict[str, tuple[Any, list[str]]] = {
     "other activation": (tiny(mlp_hidden_act="silu"), ["mlp_hidden_act", '"silu"', "relu2"]),
     "window": (tiny(sliding_window=4096), ["sliding_window is 4096", "Set it to null"]),
     "biases in MoE": (tiny(mlp_bias=True), ["mlp_bias is true", "MoE", "set mlp_bias to false"]),
-    "eos outside": (tiny(eos_token_id=[2, 512]), ["eos_token_id is [2, 512]", "0..511", "Correct"]),
+    "eos outside": (
+        tiny(eos_token_id=[2, 2048]),
+        ["eos_token_id is [2, 2048]", "0..2047", "Correct"],
+    ),
     "bos a list": (tiny(bos_token_id=[1]), ["bos_token_id is [1]", "one token id", "Write"]),
     "MLP list too short": (
         tiny(intermediate_size=[8, 8]),

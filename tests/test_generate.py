@@ -63,7 +63,7 @@ def test_stdout_is_the_answer_and_nothing_else(tiny: LLM) -> None:
     expected = tiny.generate("hello", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0]
     assert code == 0
     assert out == expected.text + ("" if expected.text.endswith("\n") else "\n")
-    assert "random: what this model says is noise" in err
+    assert "random" not in err
     assert "warning: stopped at --max-tokens 12" in err
     for part in ("model    tiny", "memory   ", "12 tokens", "first token", "tok/s"):
         assert part in err
@@ -79,7 +79,7 @@ def test_streamed_whole_and_json_are_one_text(tiny: LLM) -> None:
     assert both[0] == one
     assert plain == one["text"] + "\n" + both[1]["text"] + "\n"
     assert one["prompt"] == "a text"
-    assert one["prompt_tokens"] == 1 + 6
+    assert one["prompt_tokens"] == len(tiny.tokenizer.encode("a text")) < 6
     assert one["completion_tokens"] == len(one["token_ids"]) == 16
     assert tiny.tokenizer.decode(one["token_ids"]) == one["text"]
     assert records(*args[:-1], "6")[0]["text"] != one["text"]
@@ -150,7 +150,7 @@ def test_stops_are_named(tiny: LLM) -> None:
     text, ids = whole["text"], whole["token_ids"]
     stop = text[5:8]
     code, out, err = invoke("-p", "stop", "-n", "24", *GREEDY, "--stop", stop)
-    assert out == text[: text.index(stop)] + "\n"
+    assert out == text[: text.index(stop)].removesuffix("\n") + "\n"
     assert f"stop: {stop!r}" in err
     token = ids[4]
     args = ("-p", "stop", "-n", "24", *GREEDY, "--stop-token")
@@ -158,18 +158,20 @@ def test_stops_are_named(tiny: LLM) -> None:
     assert found["token_ids"] == ids[: ids.index(token) + 1]
     assert (found["finish_reason"], found["stop_reason"]) == ("stop", token)
     assert f"stop: {token}" in invoke(*args, str(token))[2]
-    letter = next(i for i in ids if 18 + 33 <= i < 18 + 127)  # printable ASCII, by its text
-    assert records(*args, tiny.tokenizer.decode([letter]))[0]["stop_reason"] == letter
+    words = {i: tiny.tokenizer.decode([i]) for i in ids}
+    word = next(i for i, text in words.items() if tiny.tokenizer.id_of(text) == i)  # by its text
+    assert records(*args, words[word])[0]["stop_reason"] == word
     code, out, err = invoke(*args, "no such token")
     assert (code, out) == (2, "")
     assert "--stop-token 'no such token' is no token" in err
 
 
 def test_the_end_tokens_of_every_file_end_an_answer(tmp_path: Path) -> None:
-    whole = records("-p", "stop", "-n", "12", *GREEDY)[0]["token_ids"]
+    args = ("--synthetic", "-p", "stop", "-n", "12", *GREEDY)
+    whole = records("preset:tiny", *args)[0]["token_ids"]
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[5], 9]}))
-    args = (str(tmp_path), "--synthetic", "-p", "stop", "-n", "12", *GREEDY)
+    args = (str(tmp_path), *args)
     found = records(*args)[0]
     cut = whole.index(whole[5])
     assert found["token_ids"] == whole[: cut + 1]
@@ -180,7 +182,7 @@ def test_the_end_tokens_of_every_file_end_an_answer(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_context_is_named() -> None:
-    code, _, err = invoke("-p", "abcdefg", *GREEDY, "--max-context", "12")
+    code, _, err = invoke("-p", "01234567", *GREEDY, "--ignore-eos", "--max-context", "12")
     assert code == 0
     assert "warning: stopped after 4 tokens: the context of 12 is full." in err
 
@@ -211,7 +213,7 @@ def test_sampling_options_arrive(tiny: LLM) -> None:
     assert found["prompt_logprobs"][0] is None
     assert len(found["prompt_logprobs"]) == found["prompt_tokens"]
     _, out, err = invoke("-p", "sample", "--ignore-eos", *args)
-    assert out == expected.outputs[0].text + "\n"
+    assert out == expected.outputs[0].text.removesuffix("\n") + "\n"
     assert f"{rows[0][found['token_ids'][0]].logprob:.4f}" in err
 
 

@@ -90,7 +90,7 @@ def test_a_broken_off_batch_ends_as_if_it_had_not(tmp_path: Path, kept: int) -> 
 def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     long = {"prompt": "x" * 3000}
     openai = {"custom_id": "b", "url": "/v1/completions", "body": long}
-    lines = [LINES[0], long, LINES[1], openai, {"messages": TALK}, {"prompt": [600]}]
+    lines = [LINES[0], long, LINES[1], openai, {"messages": TALK}, {"prompt": [6000]}]
     source = write(tmp_path / "in.jsonl", lines)
     model = ("preset:tiny", "--synthetic")  # without a chat template
     code, answers, err = run_batch(source, tmp_path / "out.jsonl", *model)
@@ -101,7 +101,7 @@ def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     assert answers[3]["response"] is None
     assert "max_context is 2,048" in answers[3]["error"]["message"]
     assert "no chat template" in answers[4]["error"]
-    assert "token ids are 0 .. 511" in answers[5]["error"]
+    assert "token ids are 0 .. 2047" in answers[5]["error"]
     again, after, _ = run_batch(source, tmp_path / "out.jsonl", *model)
     assert (again, after) == (0, answers)
 
@@ -155,12 +155,11 @@ def test_openai_lines_get_openai_answers(tmp_path: Path) -> None:
         (["/no/such/folder"], ["no directory /no/such/folder", "owner/name"]),
         (["owner/name", "--offline"], ["owner/name", "--offline"]),
         (["preset:ultra-550b", "--synthetic"], ["needs", "GiB", "weights"]),
-        (["--max-context", "4096"], ["4,096", "2,048"]),
         (["--device", "tpu"], ["tpu", "cpu"]),
         (["--device", "cuda:97"], ["cuda:97", "CUDA devices"]),
         (["--impl", "nope=ref"], ["no op is called 'nope'", "rms_norm"]),
-        (["--stop-token", "512"], ["512", "0 .. 511"]),
-        (["--logprobs", "513"], ["logprobs=513", "512 tokens"]),
+        (["--stop-token", "2048"], ["2048", "0 .. 2047"]),
+        (["--logprobs", "2049"], ["logprobs=2049", "2048 tokens"]),
     ],
 )
 def test_what_cannot_be_done(args: list[str], words: list[str]) -> None:
@@ -185,9 +184,9 @@ def test_other_architectures_and_empty_folders(tmp_path: Path) -> None:
 
 
 def test_a_prompt_longer_than_the_context() -> None:
-    code, out, err = invoke("-p", "a" * 40, "--max-context", "30")
+    code, out, err = invoke("-p", "0" * 40, "--max-context", "30")
     assert (code, out) == (1, "")
-    assert "the prompt is 41 tokens; max_context is 30" in err
+    assert "the prompt is 40 tokens; max_context is 30" in err
 
 
 # as a program

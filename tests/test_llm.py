@@ -132,8 +132,8 @@ def test_an_error_in_on_finish_leaves_nothing_running(llm: LLM) -> None:
 
 def test_all_prompts_are_checked_before_any_runs(llm: LLM) -> None:
     steps = llm.stats()["steps"]
-    with pytest.raises(RequestError, match=r"prompt\[0\] is 512, but token ids are 0 \.\. 511"):
-        llm.generate([[5], [512]], GREEDY)
+    with pytest.raises(RequestError, match=r"prompt\[0\] is 2048, but token ids are 0 \.\. 2047"):
+        llm.generate([[5], [2048]], GREEDY)
     assert llm.stats()["steps"] == steps
     assert not llm.engine.busy
 
@@ -220,7 +220,7 @@ def test_preemption(llm: LLM) -> None:
 
 def test_logits_of_several_sequences(llm: LLM) -> None:
     both = llm.logits([prompt_of(5), prompt_of(9)])
-    assert [tuple(x.shape) for x in both] == [(5, 512), (9, 512)]
+    assert [tuple(x.shape) for x in both] == [(5, 2048), (9, 2048)]
     for got, n in zip(both, (5, 9)):
         want = llm.logits(prompt_of(n))
         assert got.dtype == torch.float32
@@ -301,8 +301,8 @@ def test_what_an_llm_cannot_be(
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no weights: LLM.synthetic\('tiny'\) draws"):
-        LLM("preset:tiny")
+    with pytest.raises(CheckpointError, match=r"has no weights: LLM.synthetic\('nano-30b'\) draws"):
+        LLM("preset:nano-30b")
     with pytest.raises(ConfigError, match=r"'tinny' is unknown.* Did you mean tiny"):
         LLM("preset:tinny")
     with pytest.raises(ConfigError, match="'gpt' is unknown"):

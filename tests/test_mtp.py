@@ -359,8 +359,9 @@ def planted(device: str) -> tuple[NemotronH, list[int]]:
     assert model.mtp is not None
     first, last = model.mtp.steps
     moe, rng = last.mixer, torch.Generator().manual_seed(0)
-    for matrix in (first.mixer.o_proj, moe.fc2_latent_proj, moe.shared_experts.down_proj):
-        matrix.weight.mul_(6)
+    parts = {first.mixer.o_proj: 20, moe.fc2_latent_proj: 60, moe.shared_experts.down_proj: 60}
+    for matrix, size in parts.items():
+        matrix.weight.mul_(size)
     for norm in (first.enorm, first.hnorm):
         norm.weight.copy_(torch.randn(norm.weight.shape, generator=rng).exp())
     sequence = torch.tensor([prompt(30) + text], device=model.device)

@@ -289,7 +289,7 @@ def test_the_first_signal_drains_and_the_second_stops() -> None:
         (("--timeout", "0"), "--timeout 0.0 is not above 0"),
         (("--host", "256.0.0.1"), "256.0.0.1:8000: "),
         (("--api-key", ""), "--api-key is empty"),
-        (("preset:tiny",), "add --synthetic"),
+        (("preset:nano-30b",), "add --synthetic"),
     ],
 )
 def test_usage(args: tuple[str, ...], message: str) -> None:

@@ -84,15 +84,15 @@ def test_deviations_and_ranges() -> None:
     mixer = "layers.0.mixer"
     deviations = {
         "embeddings.weight": 1.0,
-        "lm_head.weight": 2.5 / math.sqrt(128),
-        f"{mixer}.in_proj.weight": 1 / math.sqrt(128),
-        f"{mixer}.out_proj.weight": 0.5 / math.sqrt(256),
-        "layers.1.mixer.k_proj.weight": 1.3 / math.sqrt(128),
-        "layers.2.mixer.down_proj.weight": 0.5 / math.sqrt(1.5 * 256),
-        "layers.3.mixer.gate.weight": 1 / math.sqrt(128),
+        "lm_head.weight": 2.5 / math.sqrt(192),
+        f"{mixer}.in_proj.weight": 1 / math.sqrt(192),
+        f"{mixer}.out_proj.weight": 0.5 / math.sqrt(384),
+        "layers.1.mixer.k_proj.weight": 1.3 / math.sqrt(192),
+        "layers.2.mixer.down_proj.weight": 0.5 / math.sqrt(1.5 * 512),
+        "layers.3.mixer.gate.weight": 1 / math.sqrt(192),
         # K = 4 experts of weight 2.5 / 4 each and independent signs give an RMS of one
-        "layers.3.mixer.experts.down_proj.weight": 4 / (2.5 * math.sqrt(4 * 1.5 * 64)),
-        "mtp.layers.0.eh_proj.weight": 1 / math.sqrt(256),
+        "layers.3.mixer.experts.down_proj.weight": 4 / (2.5 * math.sqrt(4 * 1.5 * 96)),
+        "mtp.layers.0.eh_proj.weight": 1 / math.sqrt(384),
     }
     for name, deviation in deviations.items():
         assert float(tensors[name].std()) == pytest.approx(deviation, rel=0.06), name

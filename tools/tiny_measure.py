@@ -15,7 +15,7 @@ from tools.tiny_batches import AHEAD
 from tools.tiny_model import head, predictions
 from tools.tiny_tasks import TASKS, Symbols, examples
 
-LENGTHS = (64, 256, 512, 1000)
+LENGTHS = (64, 128, 256, 512, 1000)
 
 
 @torch.no_grad()

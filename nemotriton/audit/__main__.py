@@ -72,6 +72,8 @@ def memory_command(
     quant: Annotated[
         str, typer.Option(help="Formats of a preset: bf16, fp8, nvfp4, super-mixed, release.")
     ] = "release",
+    tp: o.Tp = 1,
+    ep: o.Ep = 1,
     drafts: Annotated[int, typer.Option(help="Drafts a step.", min=0)] = 0,
     share: Annotated[
         float, typer.Option("--memory", help="Share of the GPU's memory to use.")
@@ -96,7 +98,7 @@ def memory_command(
             context, requests, drafts, share, state_dtype=state_dtype, kv_dtype=kv_dtype
         )
         stored = memory.stored(model, quant, drafts > 0, revision, offline)
-        found = memory.what_fits(stored, where, wanted)
+        found = memory.what_fits(stored.cut(tp, ep), where, wanted)
         tell(found, memory.as_lines(found), as_json)
         _end(found["fits"])
 

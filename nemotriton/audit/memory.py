@@ -1,7 +1,9 @@
 """What fits on a GPU that is not here: the plan an engine would make there (`engine.plan`)."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from nemotriton.model.expected import Expected, expected
 from nemotriton.model.formats import QuantScheme
 from nemotriton.model.load_plan import make_plan as plan_load
 from nemotriton.model.packing import forced_packing, padding_bytes
+from nemotriton.model.parallel import Shard, local_expected
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import release_scheme
 
@@ -34,12 +37,24 @@ _HOPPER = 9
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A model as it would be held: its tensors in the formats of `scheme`."""
+    """A model as it would be held: its tensors in the formats of `scheme`.
+
+    config, expected: of what one of `ranks` GPUs holds; parameters: of the whole model."""
 
     config: ModelConfig
     expected: dict[str, Expected]
     scheme: QuantScheme
     formats: str
+    parameters: int
+    ranks: int = 1
+
+    def cut(self, tp: int, ep: int) -> Stored:
+        """What the fullest of tp * ep GPUs holds, see `model.parallel`; ConfigError where the model
+        cannot be cut so."""
+        ranks = Shard(0, tp, ep).ranks
+        last = Shard(ranks - 1, tp, ep)
+        own = local_expected(self.expected, last.parts(self.config, self.expected))
+        return replace(self, config=last.local(self.config), expected=own, ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +83,13 @@ def stored(model: str, quant: str, drafts: bool, revision: str | None, offline: 
                 f"{config.name} has no MTP block, which drafts come from: --drafts 0."
             )
         scheme = release_scheme(config, quant)
-        return Stored(config, expected(config, scheme, int(drafts)), scheme, quant)
+        size = config.parameter_count()
+        return Stored(config, expected(config, scheme, int(drafts)), scheme, quant, size)
     source = open_headers(model, revision, offline)
     config = ModelConfig.from_json(source.directory)
     plan = plan_load(source, config, mtp=drafts)
-    return Stored(config, dict(plan.expected), plan.scheme, "as stored")
+    size = config.parameter_count()
+    return Stored(config, dict(plan.expected), plan.scheme, "as stored", size)
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,8 @@ def what_fits(model: Stored, gpu: Gpu, wanted: Wanted) -> dict[str, Any]:
         "formats": model.formats,
         "gpu": gpu.name,
         "available": int(wanted.share * gpu.memory),
-        "parameters": config.parameter_count(),
+        "ranks": model.ranks,
+        "parameters": model.parameters,
         "fits": True,
         "problem": None,
     }
@@ -170,8 +188,9 @@ def _of_plan(plan: CachePlan) -> dict[str, Any]:
 
 def as_lines(found: dict[str, Any]) -> Iterable[str]:
     """The result as text."""
-    yield f"{found['model']} ({found['formats']}) on {found['gpu']}"
-    yield f"{bytes_text(found['available'])} to divide"
+    several = f"{found['ranks']} x " * (found["ranks"] > 1)
+    yield f"{found['model']} ({found['formats']}) on {several}{found['gpu']}"
+    yield f"{bytes_text(found['available'])} to divide" + ", of each" * bool(several)
     if found["fits"]:
         parts = ((name, bytes_text(size)) for name, size in found["parts"].items())
         yield from table(("part", "bytes"), parts)

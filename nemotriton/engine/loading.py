@@ -41,7 +41,6 @@ from nemotriton.model.release_schemes import release_scheme
 from nemotriton.model.sources import fingerprint
 
 EMBEDDED = Path(__file__).parents[1] / "tiny"
-EMBEDDED_SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SHOWN = 5
@@ -75,18 +74,21 @@ def stored_weights(
     act_quant: bool = False,
     drafting: bool = False,
 ) -> Weights:
-    """Weights of a checkpoint directory or Hugging Face id; only headers are read here.
+    """Weights of a checkpoint directory, Hugging Face id or "preset:tiny", the model inside the
+    package; only headers are read here.
 
     drafting: with the MTP block. CheckpointError or ConfigError as their readers raise them, or
     where there is no whole block.
     """
-    if str(model).startswith("preset:"):
-        name = str(model).removeprefix("preset:")
+    name = str(model).removeprefix("preset:")
+    if name != str(model):
         ModelConfig.preset(name)  # an unknown name is the likelier mistake
-        raise CheckpointError(
-            f"{model} names a configuration and has no weights: LLM.synthetic({name!r}) draws "
-            "random ones."
-        )
+        if name != EMBEDDED.name:
+            raise CheckpointError(
+                f"{model} names a configuration and has no weights: LLM.synthetic({name!r}) draws "
+                "random ones."
+            )
+        model = EMBEDDED
     directory = checkpoint.find_checkpoint(model, revision, offline)
     config = ModelConfig.from_json(directory)
     source = checkpoint.open_source(directory)
@@ -148,10 +150,8 @@ def random_weights(
 
 
 def embedded_weights(act_quant: bool = False, drafting: bool = False) -> Weights:
-    """The model inside the package; its weights are random where it has none of its own."""
-    if any(EMBEDDED.glob("*.safetensors")):
-        return stored_weights(EMBEDDED, None, True, act_quant, drafting)
-    return random_weights(EMBEDDED, EMBEDDED_SEED, act_quant=act_quant, drafting=drafting)
+    """The model inside the package, small and trained."""
+    return stored_weights(EMBEDDED, None, True, act_quant, drafting)
 
 
 def _check_block(plan: LoadPlan, name: str) -> None:

@@ -79,8 +79,8 @@ def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> 
     kinds = " ".join(f"{kind.value}{n}" for kind, n in Counter(config.kinds).items())
     dtype = str(llm.dtype).removeprefix("torch.")
     console.line("model", f"{config.name}  {dtype} · {len(config.kinds)} layers {kinds}")
-    embedded = source.model is None
-    if source.synthetic is not None or (embedded and not any(EMBEDDED.glob("*.safetensors"))):
+    embedded = source.embedded
+    if source.synthetic is not None:
         console.line("weights", "random: what this model says is noise")
     for note in llm.notes:
         console.line("weights", note)

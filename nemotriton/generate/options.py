@@ -32,8 +32,8 @@ def _version(wanted: bool) -> None:
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Directory, Hugging Face id, or preset:NAME with --synthetic.",
-        show_default="the embedded model, which is random",
+        help="Directory, Hugging Face id, preset:tiny, or preset:NAME with --synthetic.",
+        show_default="the embedded model, as preset:tiny",
     ),
 ]
 

@@ -22,7 +22,7 @@ _ROLLBACKS = ("auto", "lanes", "replay")
 class Source:
     """A directory, a Hugging Face id or `preset:NAME`; random weights where `synthetic` is a seed.
 
-    No `model` is the embedded one. `quant`: the formats of random weights.
+    No `model` is the embedded one, as is `preset:tiny`. `quant`: the formats of random weights.
     """
 
     model: str | None
@@ -37,7 +37,7 @@ class Source:
     def __post_init__(self) -> None:
         if self.preset is not None:
             _known_preset(self.preset)
-            if self.synthetic is None:
+            if self.synthetic is None and not self.embedded:
                 raise UsageError(f"{self.model} has no weights: add --synthetic for random ones.")
         for flag, value in (("--layers", self.layers), ("--width-scale", self.width_scale)):
             if value is None:
@@ -55,6 +55,11 @@ class Source:
         if self.revision is not None and on_disk:
             raise UsageError("--revision is for a Hugging Face id; this model is on the disk.")
         _one_of("--dtype", self.dtype, _DTYPES)
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is the model inside the package."""
+        return is_embedded(self.model)
 
     @property
     def preset(self) -> str | None:
@@ -103,6 +108,11 @@ class Machine:
             DraftShape.wanted(self.drafts, self.tree)
         except ConfigError as problem:
             raise UsageError(f"--drafts or --tree: {problem}") from None
+
+
+def is_embedded(model: str | None) -> bool:
+    """Whether a command line's model is the one inside the package."""
+    return model in (None, "preset:tiny")
 
 
 def source_of(given: Mapping[str, Any]) -> Source:

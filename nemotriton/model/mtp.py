@@ -110,7 +110,7 @@ class MtpBlock(nn.Module):
         """Differentiable output [B, T, D] for whole sequences, with no caches."""
         first: Any = self.steps[0]
         merged = [train_norm(first.enorm, embedded), train_norm(first.hnorm, hidden)]
-        h = train_linear(first.eh_proj, torch.cat(merged, dim=-1))
+        h = train_linear(first.eh_proj, torch.cat(merged, dim=-1)).to(embedded.dtype)
         for layer in self.steps:
             h = h + train_mixer(layer.mixer, train_norm(layer.norm, h))
         last: Any = self.steps[-1]

@@ -1,4 +1,4 @@
-"""The embedded default model: `config.json` of the preset `tiny`, reading and writing bytes.
+"""The embedded default model, preset `tiny`: weights, tokenizer, card; an NVFP4/FP8 copy in mixed/.
 
-It has no weights of its own yet: they are drawn as it loads, and what it says is noise.
+What it is, where it comes from and what it can do stands in README.md beside this file.
 """

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from nemotriton.audit import memory
 from nemotriton.audit.gpus import NAMES, find_gpu
 from nemotriton.engine.llm import LLM
+from nemotriton.errors import ConfigError
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected
 from nemotriton.model.release_schemes import release_scheme
@@ -79,3 +81,18 @@ def test_the_table(tmp_path: object) -> None:
     assert "NVIDIA H200" in out
     assert "requests at once" in out
     assert torch.get_default_dtype() is torch.float32
+
+
+def test_what_one_of_several_gpus_holds() -> None:
+    """Super in BF16 does not fit one H200, and fits two."""
+    wanted, gpu = memory.Wanted(8192, 8), find_gpu("h200")
+    whole = memory.stored("super-120b", "bf16", False, None, True)
+    assert not memory.what_fits(whole, gpu, wanted)["fits"]
+    for tp, ep in ((2, 1), (1, 2)):
+        found = memory.what_fits(whole.cut(tp, ep), gpu, wanted)
+        assert found["fits"]
+        assert found["parameters"] == whole.parameters
+        assert 0.5 < found["parts"]["weights"] / (2 * whole.parameters) < 0.51
+        assert next(iter(memory.as_lines(found))) == "super-120b (bf16) on 2 x NVIDIA H200"
+    with pytest.raises(ConfigError, match="n_groups"):
+        whole.cut(16, 1)
