@@ -339,8 +339,8 @@ def _make_ssm_replay(
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
-    """A warp a program, whose rows fill its registers; two warps where rows are rounded whole, or
-    where a tree leaves few registers."""
+    """A warp a program, whose rows fill its registers; few rows for few sequences; two warps where
+    rows are rounded whole, or where a tree leaves few registers."""
     rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
     if case.STATE in ("fp16-sr", "int16"):
         few = (case.STATE == "fp16-sr") == (case.NEW == 1)  # registers are left
@@ -351,17 +351,23 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         rows, warps = 16, 2
     elif case.TREE:
         rows = 32
-    elif tokens <= 4 * case.NEW:  # a few sequences do not fill the card
-        rows, warps = 16, 1
+    elif tokens <= case.NEW:
+        rows = 16
+    elif case.STATE == "bf16" and tokens <= 16 * case.NEW:
+        rows = 32
     return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
 
 
 def _tiles(case: Case) -> list[Tile]:
-    return [
+    """With few registers a thread (maxnreg) more programs wait for memory at a time."""
+    found = [
         Tile(BLOCK_P=p, num_warps=w, num_stages=1)
         for p, w in ((16, 1), (32, 1), (64, 1), (16, 2), (32, 2), (64, 2))
         if p <= max(next_pow2(case.P), 16)
     ]
+    if case.STATE == "bf16" and case.NEW == 1 and case.P > 16:
+        found.append(found[1].but(maxnreg=128))
+    return found
 
 
 def _cases(config: object) -> list[Case]:
