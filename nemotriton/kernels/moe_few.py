@@ -292,7 +292,11 @@ def _default(case: Case, tokens: int) -> Tile:
     tile = Tile(BLOCK_T=8, BLOCK_N=16, ROW=512, AHEAD=16, num_warps=4, num_stages=3)
     if "L" not in case:
         return tile.but(num_stages=4)
-    return tile.but(SPLITS=4, EVEN=True, BLOCK_T=8 if tokens <= 8 else 16)
+    tile = tile.but(SPLITS=4, EVEN=True)
+    if tokens <= 8:
+        return tile
+    # without the shared expert's there are few programs: each has more on its way
+    return tile.but(BLOCK_T=16, ROW=512 if case.F else 1024)
 
 
 def _order(tile: Tile) -> Any:
