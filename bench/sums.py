@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import typer
 
-from bench import rows
+from bench import rows, sums
 from bench.cli import application, need_gpu, run
 from bench.rows import BenchError
 from nemotriton import LLM
@@ -39,19 +39,19 @@ def times(llm: LLM, width: int, counts: list[int]) -> list[Line]:
 
 
 def _ways(shard: Shard, part: torch.Tensor) -> list[Callable[[], object] | None]:
-    ranks, sums = shard.ranks, shard.sums
+    ranks, own = shard.ranks, shard.sums
     weight, stream = torch.ones_like(part[0]), torch.zeros_like(part)
     wanted = add_rms_norm(torch.full_like(part, ranks * (ranks + 1) / 2), stream, weight)
     ways: list[Callable[[], object] | None] = [lambda: dist.all_reduce(part), None, None, None]
-    if sums is not None and sums.takes(part):
-        require(torch.equal(sums.add(part), wanted[1]), "a small sum is wrong", BenchError)
-        ways[1] = lambda: sums.add(part)
-        ways[2] = lambda: add_rms_norm(sums.add(part), stream, weight)
-    if sums is not None and sums.takes_rows(part):
+    if own is not None and own.takes(part):
+        require(torch.equal(own.add(part), wanted[1]), "a small sum is wrong", BenchError)
+        ways[1] = lambda: own.add(part)
+        ways[2] = lambda: add_rms_norm(own.add(part), stream, weight)
+    if own is not None and own.takes_rows(part):
         for _ in range(3):
-            got = sums.add_norm(part, stream, weight, 1e-5)
+            got = own.add_norm(part, stream, weight, 1e-5)
             require(torch.equal(got[1], wanted[1]), "a fused sum is wrong", BenchError)
-        ways[3] = lambda: sums.add_norm(part, stream, weight, 1e-5)
+        ways[3] = lambda: own.add_norm(part, stream, weight, 1e-5)
     return ways
 
 
@@ -84,7 +84,8 @@ def main(
     need_gpu()
     small = {"max_context": 64, "max_requests": 1, "graphs": False}
     with LLM.synthetic("tiny", tp=ranks, **small) as llm:  # type: ignore[arg-type]
-        found = llm.everywhere(times, width, [1, 4, 16, 64, 128, 1024, 8192])
+        # by the module's name: this one may be the program, which other ranks have none of
+        found = llm.everywhere(sums.times, width, [1, 4, 16, 64, 128, 1024, 8192])
     print(f"| rows | KiB | {' us | '.join(COLUMNS)} us |\n|--:|--:|" + "--:|" * len(COLUMNS))
     for count, each in found:
         shown = " | ".join(rows.number(us, ".1f") for us in each)

@@ -326,6 +326,30 @@ class FakeWatch:
         return self.said
 
 
+HANGS = """
+import os, sys, time
+import torch.distributed as dist
+from nemotriton.engine.watch import Watch
+
+rank = int(sys.argv[1])
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+watch = Watch(store, rank, 2, {}, os.getppid(), lambda: time.sleep(60))
+watch.enter()
+store.set("fault", "rank 7 has failed")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_hangs_in_a_collective_ends(rank: int) -> None:
+    """Also where what should bring it back hangs as well; rank 0 says why."""
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, str(rank)], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("error: rank 7 has failed") == (1 if rank == 0 else 0)
+
+
 @pytest.mark.parametrize(
     ("rank", "problem", "known", "raised", "told"),
     [

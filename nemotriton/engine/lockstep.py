@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nemotriton.errors import RankError
+from nemotriton.errors import RankError, require
 
 if TYPE_CHECKING:
     from nemotriton.engine.engine import Engine, Prepared
@@ -87,6 +87,11 @@ class Lead:
     def calling(self, function: Callable[..., Any], *args: Any) -> Iterator[None]:
         """A function of the LLM runs inside, behind what was told before; the other ranks run it
         too, so what it submits is not told."""
+        require(
+            function.__module__ != "__main__",
+            f"{function.__name__} is of the program itself, which other ranks have none of: put it "
+            "into a module.",
+        )
         if self.team.leads:
             self.team.tell(Call(_apply, (tuple(self._commands),)))
             self.team.tell(Call(function, args))

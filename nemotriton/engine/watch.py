@@ -27,7 +27,7 @@ _GRACE = 2.5  # that the main thread has to come back
 class Watch:
     """The thread. store: a connection of its own. children: processes that this one has started, by
     rank. parent: the process that started this one, None where nobody is waited for.
-    release: called once at a fault, to bring back who waits on the device.
+    release: called at a fault on rank 0, to bring back who waits on the device; the others end.
     """
 
     def __init__(
@@ -98,11 +98,15 @@ class Watch:
                 fault = "rank 0 has gone, and with it what the ranks tell each other"
             if fault is not None and not self._ending.is_set():
                 self._learn(fault)
-                with contextlib.suppress(Exception):
-                    self._release()
-                if self.rank == 0 and self._back.wait(_GRACE):
+                if self.rank == 0 and self._comes_back():
                     return  # the main thread tells it
                 self.end()
+
+    def _comes_back(self) -> bool:
+        """Whether the main thread returns from where it waits; what brings it back may itself wait
+        for ever, so it has a thread of its own."""
+        threading.Thread(target=self._release, name="release", daemon=True).start()
+        return self._back.wait(_GRACE)
 
     def _look(self) -> str | None:
         if self._store.check(["fault"]):

@@ -6,6 +6,8 @@ parts (PyTorch's own, for any tensor) or send its own and take theirs in while i
 add and the norm that follow (`kernels.rank_sums`, for rows of the residual stream). Everybody does
 the whole sum, so this is for small parts only; all ranks get the same bits. NVLink multicast is not
 used. Where the memory cannot be had, as between machines, NCCL adds up everything.
+
+NCCL is the default: these ways have not run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _MOST = 1 << 20  # bytes that a rank reads from the others
 _ALIGN = 16  # bytes
 _DTYPES = (torch.bfloat16, torch.float32)
 _TURNS = 1 << 20  # looks at a flag in a first try: about a second
-WAYS = ("fused", "small", "nccl")
+WAYS = ("nccl", "small", "fused")
 
 
 class SmallSums:
@@ -105,17 +107,17 @@ class SmallSums:
 def small_sums(rank: int, ranks: int, device: torch.device, store: dist.Store) -> SmallSums | None:
     """What adds small parts up, as far as it has shown that it can; None where NCCL or gloo has to.
 
-    NEMOTRITON_SUMS is fused (the default), small (no sums inside norms) or nccl. Every rank must
+    NEMOTRITON_SUMS is nccl (the default), small or fused (sums inside norms too). Every rank must
     call this at the same time; store: of this group alone."""
     way = os.environ.get("NEMOTRITON_SUMS", WAYS[0])
-    if device.type != "cuda" or way == "nccl":
+    if device.type != "cuda" or way == WAYS[0]:
         return None
     # a host's GPUs may be shared by machines that multicast would take down
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     made: SmallSums | None = None
     try:
         made = SmallSums(rank, ranks, device, store)
-        if way == WAYS[0]:
+        if way == "fused":
             made.share_rows(device)
         torch.cuda.synchronize(device)
     except (RuntimeError, ImportError, AttributeError) as problem:
