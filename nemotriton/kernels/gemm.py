@@ -30,6 +30,7 @@ from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
+    WIDE,
     _stream,
     dot_parts,
     finish,
@@ -375,6 +376,8 @@ def _default(case: Case, tokens: int) -> Tile:
         return stream_tile(case.N, tokens, 2)
     if tokens <= SWAP_TOKENS:
         shape = next(s for s in SWAPPED if s[0] == max(16, next_pow2(tokens)))
+        if shape[0] == 64 and case.N < WIDE:
+            shape = SWAPPED[3]
         tile = _swapped(case, shape, PROGRAMS[1 if tokens <= 32 else 0])
         # with four warps Blackwell's compiler spills eight bytes of 64 tokens' parts
         return tile if tokens <= 32 or tokens > 64 or on_hopper() else tile.but(num_warps=8)

@@ -227,8 +227,12 @@ def stream_tile(N: int, tokens: int, itemsize: int) -> Tile:
     of a middling matrix run at once, each processor with 16 warps or so and tens of kilobytes of W
     on their way to it, and few enough programs that reading x in each of them does not count."""
     if tokens <= 8 and itemsize <= 2:
-        if itemsize == 2 and N >= WIDE:
+        if itemsize == 2 and N >= 5 * WIDE:
             return _shape((8, 32, 512, 4, 3), itemsize, rotate=True)
+        if itemsize == 2 and N >= WIDE and tokens == 1:
+            return _shape((8, 32, 256, 2, 4), itemsize, rotate=True)
+        if itemsize == 2:
+            return _shape((8, 16, 512, 4, 5 if N <= 4096 else 4), itemsize)
         tile = _shape((8, 16, 512, 4, 4), itemsize, ahead=2 if N >= WIDE else 0)
         return _even(tile, N, itemsize)
     if tokens <= 16 and itemsize <= 2:
@@ -270,13 +274,13 @@ def _shape(
 
 def _even(tile: Tile, N: int, itemsize: int) -> Tile:
     """The tile with stages for as much shared memory as keeps a processor from taking more than its
-    share of the programs that N outputs make, where that is one to three; and no more than a GPU
+    share of the programs that N outputs make, where that is one or two; and no more than a GPU
     with little of it has. Of the stages one is not kept."""
     columns = int(tile["BLOCK_K"]) * int(tile["num_warps"])
     one = columns * (int(tile["BLOCK_N"]) * itemsize + int(tile["BLOCK_T"]) * 2)
     stages = int(tile["num_stages"])
     share = cdiv(cdiv(N, int(tile["BLOCK_N"])), PROCESSORS)
-    if 1 <= share <= 3:
+    if 1 <= share <= 2:
         least = SHARED // (share + 1) - 1024
         wanted = max(stages, least // one + 2)
         stages = wanted if (wanted - 1) * one + 1024 <= SHARED // share and wanted <= 8 else stages
