@@ -221,7 +221,8 @@ def test_update_merges_buckets_and_drops_another_source(
     store.update(spec, content(spec, newer), tmp_path)
     assert "another version" in caplog.text
     (entry,) = store.read(file)["entries"]
-    assert [b["upto"] for b in entry["tokens"]] == [16, 64]
+    known = [(b["upto"], b["status"]) for b in entry["tokens"]]
+    assert known == [(1, "compiled"), (16, "measured"), (64, "measured")], "1 has the default"
 
 
 def test_merge_takes_the_faster_and_the_better_known(spec: KernelSpec, tmp_path: Path) -> None:

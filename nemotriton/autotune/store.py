@@ -115,8 +115,21 @@ def update(spec: KernelSpec, new: Data, folder: Path | None = None) -> Path:
         if why:
             log.warning("%s %s: it is replaced", file, "; ".join(why))
         entries = [] if old is None or why else old["entries"]
-        both = merged(entries, new["entries"], spec)
+        both = [filled(e, spec) for e in merged(entries, new["entries"], spec)]
         return cache.save({**new, "entries": both}, kernel, gpu, folder)
+
+
+def filled(entry: Data, spec: KernelSpec) -> Data:
+    """The entry with an empty tile, the default, in each bucket of the kernel that has none of its
+    own and would else fall to a bucket measured at more tokens."""
+    found: dict[int, Data] = {b["upto"]: b for b in entry["tokens"]}
+    above: Data = {}
+    for upto in sorted({*spec.tokens, *found}, reverse=True):
+        if upto not in found and above.get("status") == "measured":
+            found[upto] = {"upto": upto, "tile": {}, "status": "compiled"}
+        elif upto in found:
+            above = found[upto]
+    return {**entry, "tokens": [found[upto] for upto in sorted(found)]}
 
 
 def read(file: Path) -> Any:
@@ -182,7 +195,7 @@ def merge_files(a: Any, b: Any, spec: KernelSpec, gpu: str) -> tuple[Data | None
     for data in usable:
         entries = merged(entries, data["entries"], spec, by_time=True)
     latest = max(usable, key=lambda d: str(d.get("made_with", {}).get("date", "")))
-    return {**latest, "entries": entries}, notes
+    return {**latest, "entries": [filled(e, spec) for e in entries]}, notes
 
 
 # ------------------------------------------------------------------------------------------ trials
