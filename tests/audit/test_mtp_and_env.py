@@ -33,7 +33,8 @@ def test_a_wrong_commit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = Runner._commit
 
     def wrong(self: Runner, batch: Any, verdict: Any) -> None:
-        honest(self, batch, verdict._replace(last=verdict.last + batch.decode.max_new - 1))
+        drafts = batch.decode.max_new - 1
+        honest(self, batch, verdict._replace(last=(verdict.last + drafts).clamp(max=drafts)))
 
     monkeypatch.setattr(Runner, "_commit", wrong)
     code, found = invoke_json("mtp", "-n", "16", "--dtype", "float32", "--drafts", "2")

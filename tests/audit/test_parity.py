@@ -173,7 +173,7 @@ def test_a_trace_is_compared_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (culprit["layer"], culprit["boundary"], culprit["ops"]) == (3, "mixer", [])
     tensors["0.layers.3.mixer"] = honest[:, :-1].contiguous()
     save_file(tensors, out)
-    assert "is of another model: layers.3.mixer is [9, 127]" in invoke(*args)[2]
+    assert "is of another model: layers.3.mixer is [9, 191]" in invoke(*args)[2]
     del tensors["0.layers.3.mixer"]
     save_file(tensors, out)
     assert "lacks 1 tensors of sequence 0: layers.3.mixer" in invoke(*args)[2]
