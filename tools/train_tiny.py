@@ -230,7 +230,12 @@ def main() -> None:
     given = parser.parse_args()
     given.spent = time.process_time()  # imports, roughly
     torch.set_flush_denormal(True)  # decays become ones, which a CPU is slow with
-    train(given)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        train(given)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        torch.set_flush_denormal(False)
 
 
 if __name__ == "__main__":
