@@ -18,10 +18,11 @@ committed entries since the stored state, oldest first; new token t is written t
 counts[s] + t]. A call with a full window (counts[s] >= interval) stores the state behind it, and
 the caller then drops these entries, see `replay_commit`. With `update=False` nothing is written.
 
-Of a chain a token's bits depend on its own sequence: not on the number of new tokens, nor on how
-they are cut into calls, nor on the tile. One token a call and a verify pass give the same. A tree's
-tokens differ from a chain's in the last bits. What is not finite in a token's inputs reaches
-neither the tokens before it nor other branches.
+Of a chain a token's bits should depend on its own sequence: not on the number of new tokens, nor on
+how they are cut into calls, nor on the tile. In the interpreter they do; an H200 has not shown it
+(tests/gpu/test_ssm_replay.py), so nothing may be promised on it. A tree's tokens differ from a
+chain's in the last bits. What is not finite in a token's inputs reaches neither the tokens before
+it nor other branches.
 
 parents int32 [T] make the tokens of each sequence a tree, see `ssm_update`; no way through it may
 have more than `interval` tokens.

@@ -5,8 +5,9 @@ One program is one sequence, one head and BLOCK_P rows of its state. A window is
 Tokens [T] are columns and stand at places of the window. Products over it are small matrices on the
 tensor cores, see `ssm_products.py`, so a few tokens cost what one costs. Entry j of a window has
 the same place in every sum, whether it comes from the ring or is new, and a token sees itself and
-what lies before it: neither how tokens are cut into calls, nor their number, nor the tile changes
-any bit. What a token's entry holds, a NaN say, is nowhere in the sums of the tokens before it.
+what lies before it, so the formula gives neither how tokens are cut into calls, nor their number,
+nor the tile a way to change a bit (compiled, this is unproven: see `ssm_replay`). What a token's
+entry holds, a NaN say, is nowhere in the sums of the tokens before it.
 
 Of a tensor `foo`, foo_t is the stride of tokens, foo_h of heads, foo_g of groups, foo_slot of
 slots. A pad (slot -1) reads nothing and writes zeros to y. No entry of a ring is read and written
