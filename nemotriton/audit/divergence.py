@@ -10,7 +10,8 @@ everything behind it does, so such tokens are counted and then left out of the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from nemotriton.audit.compare import ROUNDINGS, Distance, distance, floor, nudged, row_error
 from nemotriton.audit.report import table
 from nemotriton.audit.walk import TWINS, Entry, Impl, Passed, Walk
-from nemotriton.kernels.op import counting_calls
+from nemotriton.kernels.op import OPS, counting_calls
 
 _NEAR_TIES = 256  # tokens, among which one set of experts may differ by a near tie
 
@@ -109,15 +110,16 @@ class Audit:
         found = Culprit(first.index, first.kind, boundary, [])
         with counting_calls() as called:
             self._checks(first.index, self.impl)
-        left, swapped = list(called), dict(self.impl)
+        left, swapped = list(called), set[str]()
         best = first.worst.excess
         while left and best > 1:
-            tried = {op: self._excess(first.index, swapped | {op: "ref"}) for op in left}
+            tried = {op: self._excess(first.index, swapped | {op}) for op in left}
             found.tried = found.tried or tried
             op = min(tried, key=lambda name: tried[name])
             if tried[op] >= best:  # no twin helps
                 break
-            best, swapped[op] = tried[op], "ref"
+            best = tried[op]
+            swapped.add(op)
             found.ops.append(op)
             left.remove(op)
         if best > 1:  # twins are as wrong: it is not one of the kernels
@@ -136,8 +138,10 @@ class Audit:
         kind = "head" if last == "logits" else self.walk.model.config.kinds[index].word
         return Layer(index, kind, distance(passed.at[last], want.at[last]), sets, own_sets, checks)
 
-    def _excess(self, index: int, impl: Impl) -> float:
-        return max(check.excess for check in self._checks(index, impl)[0])
+    def _excess(self, index: int, swapped: Iterable[str]) -> float:
+        """The layer's with twins in the places of these ops: what is joined stays joined."""
+        with _twins_in_place(swapped):
+            return max(check.excess for check in self._checks(index, self.impl)[0])
 
     def _checks(self, index: int, impl: Impl) -> tuple[list[Check], int | None]:
         """The layer from the reference's input, boundary by boundary; and its differing sets."""
@@ -194,6 +198,20 @@ class Audit:
             found["router"] = floor(torch.float32, self.walk.model.config.width)
         self._bounds[index] = found
         return found
+
+
+@contextmanager
+def _twins_in_place(names: Iterable[str]) -> Iterator[None]:
+    """Let the twins of these ops do the work of their kernels inside the block. Unlike under `use`
+    the model calls the same ops as before, also where it joins what twins do one by one."""
+    kept = [(op, op.triton, op.others) for op in map(OPS.__getitem__, names)]
+    try:
+        for op, _, others in kept:
+            op.triton, op.others = op.ref, dict.fromkeys(others, op.ref)
+        yield
+    finally:
+        for op, kernel, others in kept:
+            op.triton, op.others = kernel, others
 
 
 def _alike(a: Tensor, b: Tensor) -> Tensor:

@@ -139,10 +139,13 @@ class Walk:
 
     @torch.no_grad()
     def route(self, index: int, x: Tensor, impl: Impl) -> tuple[Tensor, Tensor]:
-        """(sets [T, K], weights [T, E]) that a MoE layer's router gives for x [T, D]."""
+        """(sets [T, K], weights [T, E]) that a MoE layer's router gives for x [T, D], in whichever
+        op the layer has it done."""
         mixer = self._moe(index)
-        with use(impl):
-            parts = [mixer.route(x[rows]) for rows, _ in self.steps]
+        parts: list[Any] = []
+        with use(impl), self._experts(index, {}, parts):
+            for rows, batch in self.steps:
+                mixer(x[rows], batch, self.caches)
         ids = torch.cat([p.ids for p in parts])
         weights = torch.cat([p.weights for p in parts])
         return ids.long().sort(-1).values, dense(ids, weights, mixer.moe.experts)

@@ -113,6 +113,38 @@ def a_group_off(x: Any, words: Any, *rest: Any) -> Any:
     return ref("packed_matmul")(x.roll(16, 1), words, *rest)
 
 
+def crossed_gate(x: Any, gate: Any, *rest: Any) -> Any:
+    return ref("enter_moe")(x, gate.roll(1, 0), *rest)
+
+
+def halved_hidden(x: Any, *weights: Any) -> Any:
+    entered = ref("enter_moe")(x, *weights)
+    assert entered.hidden is not None
+    return entered._replace(hidden=entered.hidden * 0.5)
+
+
+def larger_latent(x: Any, *weights: Any) -> Any:
+    entered = ref("enter_moe")(x, *weights)
+    return entered._replace(narrow=entered.narrow * 1.5)
+
+
+def other_bias(logits: Any, bias: Any, *rest: Any) -> Any:
+    return ref("share_expert")(logits, bias.roll(1), *rest)
+
+
+def a_row_off(*given: Any) -> Any:
+    *before, down, scale = given
+    return ref("share_expert")(*before, down.roll(1, 0), scale)
+
+
+def shifted_scales(x: Any, codes: Any, tiles: Any, *rest: Any) -> Any:
+    return ref("scaled_matmul")(x, codes, tiles.view(torch.uint8).roll(1).view(tiles.dtype), *rest)
+
+
+def without_globals(x: Any, codes: Any, tiles: Any, scale: Any, *rest: Any) -> Any:
+    return ref("run_experts_scaled")(x, codes, tiles, torch.ones_like(scale), *rest)
+
+
 # op -> (fault, formats of the model's weights)
 FAULTS: dict[str, tuple[Fault, str]] = {
     "rms_norm": (larger_eps, "bf16"),
@@ -136,11 +168,15 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "run_experts_nvfp4": (even_weights("run_experts_nvfp4", 7), "nvfp4"),
     "packed_matmul": (a_group_off, "packed"),
     "run_experts_packed": (even_weights("run_experts_packed", 6), "packed"),
+    "enter_moe": (crossed_gate, "super-mixed"),
+    "share_expert": (a_row_off, "super-mixed"),
+    "scaled_matmul": (shifted_scales, "tiles"),
+    "run_experts_scaled": (without_globals, "tiles"),
 }
-# Not between two hidden states: what picks tokens. Not in these walks: a second way of ssd_prefill,
-# products of a few bf16 tokens that go together, and the native ones of Blackwell.
+# Not between two hidden states: what picks tokens. Not in these walks: a second way of ssd_prefill.
 ELSEWHERE = {"sample_tokens", "verify_drafts", "logit_thresholds", "ssd_prefill_chunked"}
-ELSEWHERE |= {"enter_moe", "share_expert", "scaled_matmul", "run_experts_scaled"}
+# Weights in the form of one architecture, in bf16: of Hopper, of Hopper, of Blackwell.
+FORMS = {"packed": "nvfp4", "super-mixed": "super-mixed", "tiles": "nvfp4"}
 # One launch does their work where it may.
 STEPS = {"causal_conv1d_update", "ssm_update"}
 
@@ -153,12 +189,13 @@ def walks() -> Callable[..., Walk]:
     def get(quant: str, dtype: str = "float32", rollback: str = "lanes") -> Walk:
         key = (quant, dtype, rollback)
         if key not in made:
-            packed = quant == "packed"
+            packed = quant in FORMS
             with forced_packing(True) if packed else nullcontext():
                 llm = LLM.synthetic(
                     "tiny",
                     layers=5,  # M*-EM
-                    quant="nvfp4" if packed else quant,
+                    quant=FORMS.get(quant, quant),
+                    act_quant=quant == "tiles",
                     dtype="bfloat16" if packed else dtype,
                     rollback=rollback,
                     max_context=64,
@@ -206,6 +243,27 @@ def test_a_planted_fault_is_named(name: str, walks: Any, kernels: Any) -> None:
     assert not any(layer.beyond for layer in layers[: culprit.layer])
 
 
+@pytest.mark.parametrize("fault", [halved_hidden, larger_latent])
+def test_a_fault_in_any_product_that_goes_with_others(
+    fault: Fault, walks: Any, kernels: Any
+) -> None:
+    """The op's twin takes its place, and the other joined op is not blamed."""
+    kernels("enter_moe", fault)
+    _, culprit = audited(walks("super-mixed"))
+    assert culprit is not None
+    assert culprit.kind == "moe"
+    assert culprit.ops == ["enter_moe"]
+    assert "share_expert" in culprit.tried
+
+
+def test_the_router_of_a_joined_launch_is_seen(walks: Any, kernels: Any) -> None:
+    kernels("share_expert", other_bias)
+    _, culprit = audited(walks("super-mixed"))
+    assert culprit is not None
+    assert culprit.boundary == "router"
+    assert culprit.ops == ["share_expert"]
+
+
 @pytest.mark.parametrize(
     "name", ["gated_rms_norm", "causal_conv1d_update", "attend_decode", "route_experts", "matmul"]
 )
@@ -222,7 +280,9 @@ def test_every_op_of_a_layer_has_its_fault() -> None:
     assert set(OPS) - quantisers - ELSEWHERE == set(FAULTS)
 
 
-@pytest.mark.parametrize("quant,dtype", [("bf16", "float32"), ("bf16", "bfloat16"), ("packed", "")])
+@pytest.mark.parametrize(
+    "quant,dtype", [("bf16", "float32"), ("bf16", "bfloat16"), *((form, "") for form in FORMS)]
+)
 def test_without_a_fault_nothing_is_named(quant: str, dtype: str, walks: Any, kernels: Any) -> None:
     layers, culprit = audited(walks(quant, dtype, "lanes"))
     assert culprit is None
