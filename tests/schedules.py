@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from nemotriton import LLM, SamplingParams
+from nemotriton.autotune import parity
+from nemotriton.autotune.alone import same_bits
 from nemotriton.engine import runner
 from nemotriton.engine.caches import PAGE_SIZE
 from nemotriton.engine.request import Piece
 from nemotriton.engine.sampling import mix_seed
+from nemotriton.kernels.op import SPECS, Case
 from tests.test_drafts import stubbed
 
 
@@ -114,25 +117,30 @@ def check(found: Sequence[Trace], want: Sequence[Trace], wanted: Sequence[Wish])
     assert not wrong, f"{len(wrong)} of {len(found)} differ: " + "; ".join(wrong[:8])
 
 
-def prefill_against_decode(llm: LLM, count: int, tokens: int) -> list[float]:
+def prefill_against_decode(llm: LLM, count: int, tokens: int, top: int = 0) -> list[float]:
     """Of each of `count` prompts, digits and repeated symbols among them: the largest difference
     between the logprobs with which its answer was decoded, and those that prompt and answer get as
-    one prompt."""
+    one prompt. top: with those of the `top` best tokens beside it that are the same ones; a trained
+    model is so sure of its answers that their own logprobs are zeros either way."""
     rng = random.Random(5)
     prompts = [[rng.randrange(3, 500) for _ in range(rng.randint(1, 90))] for _ in range(count)]
     prompts[1::4] = [[48 + n % 10 for n in range(len(p))] for p in prompts[1::4]]
     prompts[2::4] = [[p[0]] * len(p) for p in prompts[2::4]]
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-    scoring = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=top)
+    scoring = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=top)
     answers = [o.outputs[0] for o in llm.generate(prompts, params)]
     whole = [[*p, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
     found = []
     for scored, prompt, answer in zip(llm.generate(whole, scoring), prompts, answers, strict=True):
         assert answer.logprobs is not None
         assert scored.prompt_logprobs is not None
-        pairs = zip(answer.token_ids, answer.logprobs, scored.prompt_logprobs[len(prompt) :])
-        differences = [abs(a[t].logprob - b[t].logprob) for t, a, b in pairs if b is not None]
-        assert len(differences) == tokens
+        pairs = list(zip(answer.logprobs, scored.prompt_logprobs[len(prompt) :], strict=True))
+        assert len(pairs) == tokens
+        differences = []
+        for t, (a, b) in zip(answer.token_ids, pairs, strict=True):
+            assert b is not None
+            differences += [abs(a[t].logprob - b[t].logprob)]
+            differences += [abs(a[k].logprob - b[k].logprob) for k in a if k in b]
         found.append(max(differences))
     return found
 
@@ -166,6 +174,28 @@ def path_alone(args: dict[str, Any], s: int, i: int) -> dict[str, Any]:
         "max_length": length,
         "parents": None,
     }
+
+
+def one_token_step(
+    case: Case, sequences: int, dev: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of a plain decode step of `causal_conv1d_update`, or of `ssm_update` (a case with
+    STATE)."""
+    spec = SPECS[_step_of(case)]
+    return spec.make(case, sequences, dev, dtype, parity.generator(9, dev))
+
+
+def lanes_change_nothing(case: Case, args: dict[str, Any]) -> bool:
+    """Whether a step has the same bits, in y and in the state behind it, when states are kept."""
+    spec = SPECS[_step_of(case)]
+    plain, kept, state = parity.copy(args), parity.copy(args), args["state"]
+    kept["lanes"] = state.new_zeros((state.shape[0], 3, *state.shape[1:]))
+    a, b = spec.op.triton(**plain), spec.op.triton(**kept)
+    return same_bits(a, b) and same_bits(plain["state"], kept["state"])
+
+
+def _step_of(case: Case) -> str:
+    return "ssm_update" if "STATE" in case else "causal_conv1d_update"
 
 
 def chance(llm: LLM, want: Sequence[Trace], seed: int, stub: bool = True) -> Callable[[int], None]:

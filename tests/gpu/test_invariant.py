@@ -14,6 +14,7 @@ import torch
 from nemotriton import LLM, device
 from nemotriton.autotune import cache, parity
 from nemotriton.autotune.alone import differing, same_bits
+from nemotriton.engine import loading
 from nemotriton.kernels.fixed_order import DECODE, PREFILL, fixed_order
 from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, use_tile
 from nemotriton.model.config import ModelConfig
@@ -27,6 +28,7 @@ ONLY = {"causal_conv1d": PREFILL, "ssd_prefill": PREFILL, "ssd_prefill_chunked":
         "attend_prefill": PREFILL, "causal_conv1d_update": DECODE, "ssm_update": DECODE,
         "ssm_replay": DECODE, "attend_decode": DECODE, "enter_moe": DECODE,
         "share_expert": DECODE}  # fmt: skip
+STATES = [Case(H=128, P=64, N=128, G=8, STATE=state, NEW=1, TREE=0) for state in ("fp32", "bf16")]
 # nothing of theirs is summed; the last one does not run in the mode
 SKIPPED = ("verify_drafts", "write_kv", "mamba_step")
 
@@ -52,11 +54,26 @@ def points(most: int) -> Iterator[Any]:
 def test_rows_alone_and_among_others(
     spec: KernelSpec, case: Case, phase: str, cuda: torch.device
 ) -> None:
+    compare_rows(spec, case, phase, spec.dtypes[0], ROWS[phase], cuda)
+
+
+@pytest.mark.parametrize(
+    ("spec", "case", "phase"), [p for p in points(1) if "fp32" in p.values[0].dtypes]
+)
+def test_rows_alone_and_among_others_in_fp32(
+    spec: KernelSpec, case: Case, phase: str, cuda: torch.device
+) -> None:
+    compare_rows(spec, case, phase, "fp32", ROWS[phase][:2], cuda)
+
+
+def compare_rows(
+    spec: KernelSpec, case: Case, phase: str, dtype: str, rows: tuple[int, ...], cuda: torch.device
+) -> None:
     skip_other_arches(spec, cuda)
     wrong = []
-    for tokens in ROWS[phase]:
+    for tokens in rows:
         rng = parity.generator(zlib.crc32(f"{spec.op.name}{case}{tokens}".encode()), cuda)
-        args = spec.make(case, tokens, cuda, DTYPES[spec.dtypes[0]], rng)
+        args = spec.make(case, tokens, cuda, DTYPES[dtype], rng)
         with fixed_order(phase):
             wrong += [f"{tokens} rows, {what}" for what in differing(spec, args)]
     assert not wrong, "; ".join(wrong[:6])
@@ -82,6 +99,18 @@ def test_tiles_of_one_order_give_the_same_bits(
                 got = parity.run(spec, args)
             wrong += [f"{tile}: {k}" for k in want if not same_bits(want[k], got[k])]
     assert not wrong, "; ".join(wrong[:4])
+
+
+@pytest.mark.parametrize("name", ["conv", "state"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_plain_step_has_the_bits_of_one_that_keeps_lanes(
+    name: str, dtype: str, cuda: torch.device
+) -> None:
+    """They are kernels of their own; the second is that of steps with drafts."""
+    for case in (Case(C=10240, W=4, N=1),) if name == "conv" else STATES:
+        args = schedules.one_token_step(case, 70, cuda, DTYPES[dtype])
+        with fixed_order(DECODE):
+            assert schedules.lanes_change_nothing(case, args), str(case)
 
 
 def test_a_token_of_a_tree_has_the_bits_of_its_path(cuda: torch.device) -> None:
@@ -120,14 +149,20 @@ WAYS: dict[str, dict[str, Any]] = {
 WHOLE = ("bf16", "mixed")  # formats that go all ways; the others go the first two
 
 
+REFUSED = pytest.mark.xfail(reason="refused to users; lift `check_invariant` once it passes")
+
+
 @pytest.mark.usefixtures("raw_logits")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=REFUSED if n == "fp32" else ()) for n in FORMATS]
+)
 def test_schedules_change_no_bit(
     name: str, cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """200 requests alone, then together in five ways; half of the ways with other tuned tiles.
 
     Most of the time goes into compiling the kernels of each format."""
+    monkeypatch.setattr(loading, "check_invariant", lambda *given: None)
     count, ways = (200, list(WAYS)) if name in WHOLE else (24, list(WAYS)[:2])
     sizes = {"device": cuda, "max_context": 512, "invariant": True, "memory": 0.3} | FORMATS[name]
     if name == "int8 states":
@@ -206,13 +241,33 @@ def forget() -> None:
         spec._chosen.clear()
 
 
-@pytest.mark.parametrize("name", ["bf16", "mixed"])
-def test_prompts_and_answers_are_scored_alike(name: str, cuda: torch.device) -> None:
-    """64 prompts: the distribution of the largest difference of a sequence has no outlier."""
+# The embedded model on twins, 64 answers of 200 tokens, five best tokens a place: bf16 prompts are
+# off from fp32 ones by 0.13 in the median, 0.41 at 90 %, 0.63 at most. Prefill and decode may both
+# be as far off, so they are within twice that of each other (on twins 0.07, 0.18 and 0.82).
+ROUNDING = {"middle": 0.13, "most": 0.41}
+
+
+def test_prompts_and_answers_are_scored_alike(cuda: torch.device) -> None:
+    """64 prompts to a trained model: the largest difference of a sequence is one of rounding, and
+    there is no outlier. A wrong state or key is off by whole units where the model is sure.
+
+    A model of random weights makes so much of rounding (bf16 against fp32: 0.6 in the median, up to
+    2) that its differences say nothing."""
     sizes: dict[str, Any] = {"device": cuda, "max_context": 512, "invariant": True, "memory": 0.3}
-    with LLM.synthetic("tiny", max_requests=16, **sizes, **FORMATS[name]) as llm:
+    with LLM(max_requests=16, dtype="bfloat16", **sizes) as llm:
+        found = sorted(schedules.prefill_against_decode(llm, count=64, tokens=200, top=5))
+    middle, most = found[32], found[57]
+    print(f"median {middle:.4f}, 90 % {most:.4f}, largest {found[-1]:.4f}")
+    assert middle < 2 * ROUNDING["middle"]
+    assert most < 2 * ROUNDING["most"]
+    assert found[-1] < 4 * max(most, ROUNDING["most"]), found[-5:]
+
+
+def test_prompts_and_answers_of_mixed_formats_are_scored_alike(cuda: torch.device) -> None:
+    """There is no trained model of them here: the bounds are what random weights have been held to
+    on an H200."""
+    sizes: dict[str, Any] = {"device": cuda, "max_context": 512, "invariant": True, "memory": 0.3}
+    with LLM.synthetic("tiny", max_requests=16, **sizes, **FORMATS["mixed"]) as llm:
         found = sorted(schedules.prefill_against_decode(llm, count=64, tokens=200))
-    middle = found[32]
-    print(f"median {middle:.4f}, 90 % {found[57]:.4f}, largest {found[-1]:.4f}")
-    assert middle < 0.2
-    assert found[-1] < 4 * middle, found[-5:]
+    assert found[32] < 0.2
+    assert found[-1] < 4 * found[32], found[-5:]
