@@ -6,15 +6,16 @@ import re
 import pytest
 
 from nemotriton import LLM, SamplingParams
-from nemotriton.text.tokens import SPECIALS
 
 USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_budget_closes_the_thought(drafts: int) -> None:
-    closing = [len(SPECIALS) + ord("\n"), SPECIALS.index("</think>")]
     with LLM(device="cuda", max_context=256, drafts=drafts, adapt_drafts=False) as llm:
+        assert llm.engine.tokenizer is not None
+        closing = llm.engine.tokenizer.encode("\n</think>")
+        assert len(closing) == 2
         params = [
             SamplingParams(max_tokens=24, seed=b, thinking_token_budget=b, ignore_eos=True)
             for b in (0, 3, 9, 20)
