@@ -65,8 +65,7 @@ def test_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
     page.write_text(
         "own\n" + "".join(f"<!-- figures: {m} -->\nold\n<!-- end of figures -->\n" for m in marks)
     )
-    picture = tmp_path / "steps.png"
-    words = [str(file), "--figures", str(page), "--steps", str(picture)]
+    words = [str(file), "--figures", str(page)]
     done = CliRunner().invoke(report.app, words)
     assert done.exit_code == 0, done.output
     text = page.read_text()
@@ -75,10 +74,19 @@ def test_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
     assert "| M | 80 | 4.000 | 1.500 | 2.250 |" in text
     assert "Not measured." in text
     assert text.count("(prediction)") == 2
-    assert 1000 < picture.stat().st_size < 100_000
     page.write_text("no marks")
-    done = CliRunner().invoke(report.app, words[:3])
+    done = CliRunner().invoke(report.app, words)
     assert "has no line" in str(done.exception)
+
+
+def test_steps_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra bench is not installed")
+    file, picture = tmp_path / "rows.jsonl", tmp_path / "steps.png"
+    for row in (step(1, 4500.0), step(16, 9000.0), step(64, 20000.0)):
+        rows.append(row, file)
+    done = CliRunner().invoke(report.app, [str(file), "--steps", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert 1000 < picture.stat().st_size < 100_000
 
 
 @pytest.mark.parametrize("page", ["docs/performance.md", "README.md"])
