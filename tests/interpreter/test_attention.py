@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-import nemotriton.kernels.attention_decode as decode
 from nemotriton.autotune import parity
 from nemotriton.kernels.attention import ATTEND_PREFILL, attend_prefill
 from nemotriton.kernels.attention_decode import ATTEND_DECODE, GRAIN, attend_decode, most_splits
+from nemotriton.kernels.attention_paths import split_size
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, use_tile
 from nemotriton.kernels.paged import attention_inputs
@@ -153,7 +153,7 @@ def test_rows_of_no_sequence_and_no_sequences_at_all_are_zeros(poison: Poison) -
 @triton.jit
 def _sizes(out_ptr, SPLITS: tl.constexpr, GRAIN: tl.constexpr, N: tl.constexpr):
     keys = tl.arange(0, N)
-    tl.store(out_ptr + keys, decode._split_size(keys * 3, SPLITS, GRAIN))
+    tl.store(out_ptr + keys, split_size(keys * 3, SPLITS, GRAIN))
 
 
 @pytest.mark.parametrize("target", [2, 64])
