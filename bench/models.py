@@ -65,6 +65,23 @@ class Setup:
         given = [f" --{name} {value}" for name, value in named.items() if value is not None]
         return f"{self.model} --synthetic" + "".join(given) + " --invariant" * self.invariant
 
+    def options(self, requests: int, context: int, piece: int) -> dict[str, Any]:
+        """What `LLM.synthetic` takes to make this model, for so much work."""
+        return {
+            "preset": self.model.removeprefix("preset:"),
+            "layers": self.layers,
+            "quant": self.quant,
+            "adapt_drafts": False,
+            "max_context": context,
+            "max_requests": requests,
+            "prefill_piece": piece,
+            "state_dtype": self.state_dtype,
+            "kv_dtype": self.kv_dtype,
+            "rollback": self.rollback,
+            "device": self.device,
+            "invariant": self.invariant,
+        }
+
     @contextlib.contextmanager
     def started(
         self,
@@ -86,22 +103,8 @@ class Setup:
                 forced = Forced(requests, drafts, self.device or "cuda")
                 forced.at_rate(self.acceptance or 0.0)
                 stack.enter_context(forced.installed())
-            llm = LLM.synthetic(
-                self.model.removeprefix("preset:"),
-                layers=self.layers,
-                quant=self.quant,
-                drafts=drafts,
-                adapt_drafts=False,
-                graphs=graphs,
-                max_context=context,
-                max_requests=requests,
-                prefill_piece=piece,
-                state_dtype=self.state_dtype,
-                kv_dtype=self.kv_dtype,
-                rollback=self.rollback,
-                device=self.device,
-                invariant=self.invariant,
-            )
+            options = self.options(requests, context, piece)
+            llm = LLM.synthetic(**options, drafts=drafts, graphs=graphs)
             stack.callback(llm.close)
             steps.noise(llm)
             up = time.perf_counter() - start

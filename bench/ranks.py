@@ -68,21 +68,11 @@ def opened(
     start = time.perf_counter()
     with steps.only_rungs(batches or [1]):
         llm = LLM.synthetic(
-            setup.model.removeprefix("preset:"),
-            layers=setup.layers,
-            quant=setup.quant,
+            **setup.options(requests, context, piece),
             dtype="float32" if impl == "ref" else None,
             drafts=drafts,
-            adapt_drafts=False,
             graphs=graphs,
             impl=impl,
-            max_context=context,
-            max_requests=requests,
-            prefill_piece=piece,
-            state_dtype=setup.state_dtype,
-            kv_dtype=setup.kv_dtype,
-            rollback=setup.rollback,
-            device=setup.device,
             tp=ranks.tp,
             ep=ranks.ep,
         )

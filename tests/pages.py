@@ -11,6 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+import torch
+
+from nemotriton.model.synth import write_checkpoint
+from tests import hf_oracle
+from tests.flavours import CONFIG
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 _FENCE = re.compile(r"^( *)```(\w+)(?: (\w+))?\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -58,3 +65,14 @@ def indented(page: Path) -> Iterator[Command]:
         found = command(shown) if line.startswith("    ") and program else None
         if found:
             yield found
+
+
+def write_models(folder: Path) -> tuple[Path, Path]:
+    """What the pages' commands run on: a checkpoint with an MTP block, and one that transformers
+    has written."""
+    torch.set_num_threads(1)
+    write_checkpoint(CONFIG, folder / "own")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(hf_oracle.BASE, "vocab_size", 320)
+        hf_oracle.save(hf_oracle.build("latent"), folder / "hf")
+    return folder / "own", folder / "hf"

@@ -19,10 +19,8 @@ from bench import pages, rows
 from bench.goal_list import goals
 from nemotriton.kernels.op import OPS, SPECS
 from nemotriton.model.config import PRESETS
-from nemotriton.model.synth import write_checkpoint
-from tests import hf_oracle
 from tests.flavours import CONFIG
-from tests.pages import DOCS, ROOT, Command, Fence, command, fences, indented
+from tests.pages import DOCS, ROOT, Command, Fence, command, fences, indented, write_models
 
 NAMES = ("how-it-works", "port-a-kernel", "tune", "troubleshooting", "articles")
 LAYERS = ("mamba", "attention", "moe", "mlp", "mtp")
@@ -92,14 +90,10 @@ def split(args: list[str]) -> tuple[list[str], str, list[str]]:
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the pages' names of models and files stand for."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("pages")
-    write_checkpoint(CONFIG, folder / "own")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hf_oracle.BASE, "vocab_size", 320)
-        hf_oracle.save(hf_oracle.build("latent"), folder / "hf")
+    own, theirs = write_models(folder)
     (folder / "text").write_text("the first text\nand another one\n")
-    return {"DIR": str(folder / "own"), "HF": str(folder / "hf"), "FILE": str(folder / "text")}
+    return {"DIR": str(own), "HF": str(theirs), "FILE": str(folder / "text")}
 
 
 @pytest.mark.parametrize("line", lines(""))

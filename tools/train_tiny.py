@@ -156,7 +156,7 @@ def train(given: Any) -> None:
     if device.type == "cuda":
         try:
             trainer.capture()
-        except Exception as problem:  # slower, but a run on a lent machine must not be lost
+        except Exception as problem:  # slower, but a run must not be lost
             print(f"no CUDA graph ({problem!r}): eager steps", flush=True)
             torch.cuda.synchronize()
             trainer.flat.gradient.zero_()

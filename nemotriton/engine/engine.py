@@ -54,8 +54,8 @@ class Engine:
     seed: what requests without a seed draw theirs from. tokenizer: None works for token ids alone.
     depth: decides the drafts of each step; None leaves them to the scheduler's number.
     `reuse` may be called, before the first request, to go on from earlier prompts. `run_ahead`:
-    recorded steps without drafts start before the tokens of the one before them are read. lead:
-    tells the engines of other ranks what this one does.
+    recorded steps start before the tokens of the one before them are read, where those cannot
+    decide what comes next. lead: tells the engines of other ranks what this one does.
     """
 
     def __init__(

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemotriton.model.synth import write_checkpoint
-from tests import hf_oracle
 from tests.audit.command import commands, invoke
 from tests.audit.test_checkpoint import hub
-from tests.flavours import CONFIG
+from tests.pages import write_models
 
 COMMANDS = [c for c in commands() if c[0] != "TRITON_INTERPRET=1"]
 
@@ -17,13 +15,7 @@ COMMANDS = [c for c in commands() if c[0] != "TRITON_INTERPRET=1"]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint with an MTP block, and one that transformers has written."""
-    torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("page")
-    write_checkpoint(CONFIG, folder / "own")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hf_oracle.BASE, "vocab_size", 320)
-        hf_oracle.save(hf_oracle.build("latent"), folder / "hf")
-    return folder / "own", folder / "hf"
+    return write_models(tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.parametrize("args", COMMANDS, ids=" ".join)

@@ -149,7 +149,9 @@ WAYS: dict[str, dict[str, Any]] = {
 WHOLE = ("bf16", "mixed")  # formats that go all ways; the others go the first two
 
 
-REFUSED = pytest.mark.xfail(reason="refused to users; lift `check_invariant` once it passes")
+REFUSED = pytest.mark.xfail(
+    strict=True, reason="refused to users; lift `check_invariant` once it passes"
+)
 
 
 @pytest.mark.usefixtures("raw_logits")
