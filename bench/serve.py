@@ -23,6 +23,7 @@ import httpx
 import typer
 
 from bench.cli import application, run
+from bench.rows import BenchError
 
 app = application(__doc__)
 PATH = "/v1/completions"
@@ -187,23 +188,30 @@ def soak_command(
 
 
 # ------------------------------------------------------------------------------------------- load
+async def stream_one(where: httpx.URL, body: dict[str, Any]) -> int:
+    """Events of one answer. A bare socket: a client's own work is not the server's."""
+    reader, writer = await asyncio.open_connection(where.host, where.port)
+    content = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: {where.host}\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    count, tail = 0, b""
+    while found := await reader.read(1 << 16):
+        count += found.count(b"data: ")
+        tail = (tail + found)[-64:]
+    writer.close()
+    if b"data: [DONE]" not in tail:
+        raise BenchError(f"a stream ended with {tail!r}")
+    return count
+
+
 async def stream_all(url: str, bodies: list[dict[str, Any]]) -> float:
     """Seconds until every stream has ended."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-
-        async def one(body: dict[str, Any]) -> int:
-            count = 0
-            async with client.stream("POST", url + PATH, json=body) as response:
-                response.raise_for_status()
-                async for _ in response.aiter_bytes():
-                    count += 1
-            return count
-
-        await asyncio.gather(*(one(body | {"max_tokens": 2}) for body in bodies))
-        start = time.perf_counter()
-        await asyncio.gather(*(one(body) for body in bodies))
-        return time.perf_counter() - start
+    where = httpx.URL(url)
+    await asyncio.gather(*(stream_one(where, body | {"max_tokens": 2}) for body in bodies))
+    start = time.perf_counter()
+    await asyncio.gather(*(stream_one(where, body) for body in bodies))
+    return time.perf_counter() - start
 
 
 def clients_process(url: str, bodies: list[dict[str, Any]], pipe: Any) -> None:

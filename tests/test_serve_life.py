@@ -17,7 +17,8 @@ import httpx
 import pytest
 import torch
 
-from bench.serve import soak
+from bench.rows import BenchError
+from bench.serve import soak, stream_all
 from nemotriton.engine.outputs import Completion
 from nemotriton.serve import exchange
 from nemotriton.serve.app import Limits
@@ -311,3 +312,13 @@ def test_a_short_soak() -> None:
     assert report.counts["oversized", "413"] > 0
     assert report.left == 0
     assert report.growth < 48 * 2**20
+
+
+def test_the_benchmark_reads_every_stream_to_its_end() -> None:
+    body = {"prompt": [300, 301], "max_tokens": 6, "ignore_eos": True, "stream": True}
+    with serving(requests=2) as running:
+        assert asyncio.run(stream_all(running.url, [body] * 3)) > 0
+        running.settle()
+        assert running.llm.engine.meter.output_tokens == 3 * (2 + 6)
+        with pytest.raises(BenchError, match="a stream ended with"):
+            asyncio.run(stream_all(running.url, [body | {"model": "another"}]))
