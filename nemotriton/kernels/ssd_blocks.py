@@ -27,9 +27,9 @@ import math
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.numerics import SOFTPLUS_LINEAR
 from nemotriton.kernels.ssd_chunk import chunk_rows
 from nemotriton.kernels.ssm_state import load_state, round_state, state_noise, store_state
-from nemotriton.kernels.ssm_step import step_size
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 VANISHED = tl.constexpr(-160.0)  # 2^-160 is below the smallest subnormal of fp32
@@ -53,6 +53,29 @@ WEIGHTED = tl.constexpr("""{
     fma.rn.bf16x2 t, $1, $3, z;
     fma.rn.bf16x2 $0, $1, $2, t;
 }""")
+
+
+LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
+
+
+@triton.jit
+def log2_approx(x):
+    """log2(x) within 2^-22 of it, or of 1; tl.log2 is exact to an ulp, for twenty instructions more.
+    Subnormals count as 0, negative numbers give NaN."""
+    return tl.inline_asm_elementwise(LOG2, "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def softplus_approx(x):
+    """`numerics.softplus` within 1e-6 of it in a third of the instructions, which bind the first
+    launch: a polynomial for log(1 + e) / e where e < 1/4, for the logarithm has no digits there."""
+    e = tl.exp2(tl.where(x > SOFTPLUS_LINEAR, 0.0, x) * LOG2_E)
+    p = -0.09238353 * e + 0.18173121
+    p = p * e - 0.24778602
+    p = p * e + 0.33320868
+    p = p * e - 0.4999974
+    log1p = tl.where(e < 0.25, p * e * e + e, log2_approx(1.0 + e) * (1.0 / LOG2_E))
+    return tl.where(x > SOFTPLUS_LINEAR, x, log1p)
 
 
 @triton.jit
@@ -83,11 +106,14 @@ def _prepare_decays(
     bias = tl.load(bias_ptr + h, mask=on, other=0.0).to(tl.float32)
     dt_at = dt_ptr + first * dt_t + h[:, None] + q[None, :] * dt_t
     dt = tl.load(dt_at, mask=on[:, None] & live, other=0.0).to(tl.float32)
-    step = tl.where(live, step_size(dt, bias[:, None], low, high), 0.0)
+    step = softplus_approx(dt + bias[:, None])
+    step = tl.maximum(step, low, propagate_nan=tl.PropagateNan.ALL)
+    step = tl.minimum(step, high, propagate_nan=tl.PropagateNan.ALL)
+    step = tl.where(live, step, 0.0)
     log_decay = step * (A * LOG2_E)[:, None]
-    log_decay = tl.where(log_decay < VANISHED, VANISHED, log_decay)  # NaN stays NaN
+    log_decay = tl.maximum(log_decay, VANISHED, propagate_nan=tl.PropagateNan.ALL)
     cum = tl.cumsum(log_decay, 1)
-    fold = cum - tl.log2(step)
+    fold = cum - log2_approx(step)
     at = (h.to(tl.int64) * blocks + b)[:, None] * (2 * L) + q[None, :]
     tl.store(decays_ptr + at, cum, mask=on[:, None])
     tl.store(decays_ptr + at + L, fold, mask=on[:, None])
@@ -105,37 +131,42 @@ def _prepare_blocks(
     dt_ptr, A_ptr, bias_ptr, B_ptr, C_ptr, decays_ptr, scores_ptr, spans_ptr, chunks_idx,
     dt_t, B_t, B_g, C_t, C_g, chunks, blocks, G, heads_per_group, low, high,
     N: tl.constexpr, L: tl.constexpr, PER_CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:  # the scan's programs come when the last of these have started, and wait for their ends
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
-    b, g = pid // G, pid % G
+    cells = tl.full((), 1, tl.int64) * blocks * G
+    cell = pid % cells
+    b, g = cell // G, cell % G
     first, tokens = block_rows(chunks_idx, b, L, PER_CHUNK)
-    n, q = tl.arange(0, BLOCK_N), tl.arange(0, L)
-    mask = (q < tokens)[:, None] & (n < N)[None, :]
-    B_at = B_ptr + first * B_t + g * B_g + q[:, None] * B_t + n[None, :]
-    C_at = C_ptr + first * C_t + g * C_g + q[:, None] * C_t + n[None, :]
-    B = tl.load(B_at, mask=mask, other=0.0)
-    C = tl.load(C_at, mask=mask, other=0.0)
-    for h0 in range(0, heads_per_group, BLOCK_H):
-        r = h0 + tl.arange(0, BLOCK_H)
-        h = (g * heads_per_group).to(tl.int32) + r
-        on = r < heads_per_group
-        _prepare_decays(
-            dt_ptr, A_ptr, bias_ptr, decays_ptr, None, b, blocks, first, tokens, dt_t, h, on,
-            low, high, L,
-        )  # fmt: skip
-    scores = tl.dot(B, tl.trans(C), input_precision="ieee")
-    scores = tl.where(q[:, None] <= q[None, :], scores, 0.0)
-    at = scores_ptr + pid * (L * L) + q[:, None] * L + q[None, :]
-    tl.store(at, scores.to(tl.bfloat16))
-    # a sequence's rows stand behind each other: the first and the last know it by their neighbour
-    c = b // PER_CHUNK
-    s = tl.load(chunks_idx + c * 3).to(tl.int64)
-    before = tl.load(chunks_idx + c * 3 - 3, mask=c > 0, other=-1).to(tl.int64)
-    after = tl.load(chunks_idx + c * 3 + 3, mask=c + 1 < chunks, other=-1).to(tl.int64)
-    one = (g == 0) & (b % PER_CHUNK == 0) & (s >= 0) & (tokens > 0)
-    tl.store(spans_ptr + s * 2, c.to(tl.int32), mask=one & (before != s))
-    tl.store(spans_ptr + s * 2 + 1, (c + 1).to(tl.int32), mask=one & (after != s))
+    if pid < cells:
+        for h0 in range(0, heads_per_group, BLOCK_H):
+            r = h0 + tl.arange(0, BLOCK_H)
+            h = (g * heads_per_group).to(tl.int32) + r
+            _prepare_decays(
+                dt_ptr, A_ptr, bias_ptr, decays_ptr, None, b, blocks, first, tokens, dt_t, h,
+                r < heads_per_group, low, high, L,
+            )  # fmt: skip
+    else:
+        n, q = tl.arange(0, BLOCK_N), tl.arange(0, L)
+        mask = (q < tokens)[:, None] & (n < N)[None, :]
+        B_at = B_ptr + first * B_t + g * B_g + q[:, None] * B_t + n[None, :]
+        C_at = C_ptr + first * C_t + g * C_g + q[:, None] * C_t + n[None, :]
+        B = tl.load(B_at, mask=mask, other=0.0)
+        C = tl.load(C_at, mask=mask, other=0.0)
+        scores = tl.dot(B, tl.trans(C), input_precision="ieee")
+        scores = tl.where(q[:, None] <= q[None, :], scores, 0.0)
+        at = scores_ptr + cell * (L * L) + q[:, None] * L + q[None, :]
+        tl.store(at, scores.to(tl.bfloat16))
+        # a sequence's rows stand behind each other: the first and the last know it by their neighbour
+        c = b // PER_CHUNK
+        s = tl.load(chunks_idx + c * 3).to(tl.int64)
+        before = tl.load(chunks_idx + c * 3 - 3, mask=c > 0, other=-1).to(tl.int64)
+        after = tl.load(chunks_idx + c * 3 + 3, mask=c + 1 < chunks, other=-1).to(tl.int64)
+        one = (g == 0) & (b % PER_CHUNK == 0) & (s >= 0) & (tokens > 0)
+        tl.store(spans_ptr + s * 2, c.to(tl.int32), mask=one & (before != s))
+        tl.store(spans_ptr + s * 2 + 1, (c + 1).to(tl.int32), mask=one & (after != s))
 
 
 @triton.jit
@@ -317,8 +348,10 @@ def _scan_blocks(
     x_t, x_h, B_t, B_g, C_t, C_g, state_slot, scales_slot, layer, blocks, H, G, heads_per_group,
     P: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, L: tl.constexpr, PER_CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, DESCRIBED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     p0 = (pid % tiles * BLOCK_P).to(tl.int32)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nemotriton.kernels.dependent import as_dependent, dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Case,
@@ -164,9 +165,10 @@ def prepare_blocks(
     operands = (dt, A, dt_bias, B, C, decays, scores, spans, chunks)
     strides = (dt.stride(0), *B.stride()[:2], *C.stride()[:2])
     launch(
-        _prepare_blocks, (blocks * G,), *operands, *strides, n, blocks, G, H // G,
+        _prepare_blocks, (2 * blocks * G,), *operands, *strides, n, blocks, G, H // G,
         float(dt_limit[0]), float(dt_limit[1]), N, L, per_chunk,
-        BLOCK_H=min(16, next_pow2(H // G)), BLOCK_N=block_edge(N, MOST_STATE), num_warps=4,
+        BLOCK_H=min(16, next_pow2(H // G)), BLOCK_N=block_edge(N, MOST_STATE),
+        PDL=dependent(B), num_warps=4,
     )  # fmt: skip
     return decays, scores, spans
 
@@ -205,6 +207,7 @@ def scan_blocks(
         P, N, chunk_size, L, cdiv(chunk_size, L),
         BLOCK_P=block_p, BLOCK_N=block_n, PACKED=tile["PACKED"], DESCRIBED=described,
         STAGES=tile["num_stages"], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
+        **as_dependent(x),
     )  # fmt: skip
     return y
 
@@ -236,6 +239,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         PACKED=True,
         ROLES=(case.P, case.N, case.Q) == SHAPE,
         AHEAD=True,
+        OUTPUTS=3,
+        PDL=True,
         num_warps=8 if wide else 4,
         num_stages=2 if wide else 3,
     )
@@ -246,7 +251,7 @@ def _tiles(case: Case) -> list[Tile]:
     the tile, and must not pick the rounding."""
     default = _default_tile(case, 0)
     if default["ROLES"]:
-        return [default.but(AHEAD=ahead) for ahead in (True, False)]
+        return [default.but(OUTPUTS=n, PDL=pdl) for n in (3, 2) for pdl in (True, False)]
     return [default.but(num_stages=stages) for stages in (2, 3)]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nemotriton.kernels import ssd_hopper
+from nemotriton.kernels import ssd_hopper, ssd_thirds
 from nemotriton.kernels.ssd_blocks import DECAYED, WEIGHTED
 from tests.interpreter import ssd_assembly
 
@@ -279,11 +279,11 @@ def language(machine: Machine) -> SimpleNamespace:
     )
 
 
-def emulate(grid: int, operands: list[Any], options: dict[str, Any], seed: int = 0) -> None:
-    """`_scan_roles` over `grid` programs; operands as the launch has them."""
-    source = Path(ssd_hopper.__file__).read_text()
+def emulate(
+    kernel: str, grid: int, operands: list[Any], options: dict[str, Any], seed: int = 0
+) -> None:
+    """A kernel of these files over `grid` programs; operands as the launch has them."""
     outside = r"@gluon\.jit(\(.*?\))?$|^from .*? import (\((?s:.*?)\)|.*?)$"
-    source = re.sub(outside, lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
     machine = Machine(seed)
 
     def init(bar: Barrier, count: int) -> None:
@@ -310,13 +310,16 @@ def emulate(grid: int, operands: list[Any], options: dict[str, Any], seed: int =
         "DECAYED": DECAYED.value,
         "WEIGHTED": WEIGHTED.value,
     }
-    exec(compile(source, ssd_hopper.__file__, "exec"), names)
+    for module in (ssd_hopper, ssd_thirds):
+        source = Path(module.__file__).read_text()
+        source = re.sub(outside, lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
+        exec(compile(source, module.__file__, "exec"), names)
     engine = threading.Thread(target=machine.engine, name="engine")
     engine.start()
     try:
         for program in range(grid):
             machine.here.program = (program, grid)
-            names["_scan_roles"](*map(operand, operands), **options)
+            names[kernel](*map(operand, operands), **options)
             assert not machine.copies, "a copy was still under way at the program's end"
     finally:
         machine.over = True

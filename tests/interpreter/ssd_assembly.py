@@ -6,7 +6,7 @@ instruction's one."""
 import numpy as np
 import triton.language as tl
 
-from nemotriton.kernels.ssd_blocks import DECAYED, WEIGHTED
+from nemotriton.kernels.ssd_blocks import DECAYED, LOG2, WEIGHTED
 from tests.interpreter.repair import NARROW, Array, register_asm
 
 BF16 = NARROW[tl.bfloat16]
@@ -32,6 +32,12 @@ def weighted(x: Array, high: Array, low: Array) -> list[Array]:
         return [BF16.encode((x * high + rounded(x * low)).astype(np.float32))]
 
 
+def log2(x: Array) -> list[Array]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return [np.log2(np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x))]
+
+
 def register() -> None:
+    register_asm(LOG2.value, log2)
     register_asm(DECAYED.value, decayed)
     register_asm(WEIGHTED.value, weighted)

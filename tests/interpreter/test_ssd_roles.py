@@ -10,6 +10,7 @@ from nemotriton.kernels.op import launch
 from nemotriton.kernels.ssd import chunk_table
 from nemotriton.kernels.ssd_fused import has_roles, ssd_prefill
 from nemotriton.kernels.ssd_hopper import _scan_roles
+from nemotriton.kernels.ssd_thirds import _scan_thirds
 from tests.conftest import Poison
 from tests.interpreter.gluon_emulation import emulate
 from tests.interpreter.test_ssd import Ragged, as_model, prefill
@@ -26,11 +27,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = iter(range(100))
 
     def run(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        if kernel is not _scan_roles:
+        if kernel not in (_scan_roles, _scan_thirds):
             launch(kernel, grid, *args, **meta)
             return
-        options = {k: v for k, v in meta.items() if k not in ("num_warps", "maxnreg")}
-        emulate(min(SMS, args[14] if grid[0] > 0 else 0), list(args), options, next(seeds))
+        options = {k: v for k, v in meta.items() if k not in ("num_warps", "maxnreg", "launch_pdl")}
+        programs = min(SMS, args[14] if grid[0] > 0 else 0)
+        emulate(kernel.__name__, programs, list(args), options, next(seeds))
 
     monkeypatch.setattr(ssd_roles, "launch", run)
     monkeypatch.setattr(ssd_fused, "target", lambda where: 90)
