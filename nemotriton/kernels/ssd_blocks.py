@@ -60,7 +60,7 @@ LOG2 = tl.constexpr("lg2.approx.ftz.f32 $0, $1;")
 
 @triton.jit
 def log2_approx(x):
-    """log2(x) within 2^-22 of it, or of 1; tl.log2 is exact to an ulp, for twenty instructions more.
+    """log2(x) within 2^-22 of it, or of 1; tl.log2 is exact to an ulp, at twenty instructions more.
     Subnormals count as 0, negative numbers give NaN."""
     return tl.inline_asm_elementwise(LOG2, "=f,f", [x], tl.float32, True, 1)
 
@@ -134,6 +134,7 @@ def _prepare_blocks(
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # the scan's programs come when the last of these have started, and wait for their ends
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     cells = tl.full((), 1, tl.int64) * blocks * G
@@ -159,7 +160,7 @@ def _prepare_blocks(
         scores = tl.where(q[:, None] <= q[None, :], scores, 0.0)
         at = scores_ptr + cell * (L * L) + q[:, None] * L + q[None, :]
         tl.store(at, scores.to(tl.bfloat16))
-        # a sequence's rows stand behind each other: the first and the last know it by their neighbour
+        # a sequence's rows stand behind each other: first and last know it by their neighbour
         c = b // PER_CHUNK
         s = tl.load(chunks_idx + c * 3).to(tl.int64)
         before = tl.load(chunks_idx + c * 3 - 3, mask=c > 0, other=-1).to(tl.int64)
@@ -362,9 +363,7 @@ def _scan_blocks(
     stop = tl.load(cu_idx + s + 1).to(tl.int64)
     fresh = tl.load(fresh_ptr + s) != 0
     live = (slot >= 0) & ((stop > start) | fresh)
-    y_t = H * P
-    y_col = head * P + p0
-    left = P - p0
+    y_t, y_col, left = H * P, head * P + p0, P - p0
     _zero_rows(y_ptr + y_col, y_t, start, tl.where(slot < 0, stop, start), left, L, BLOCK_P)
     length = tl.where(slot < 0, 0, stop - start)
     b, before, whole, after, at = _sections(chunks_idx, spans_idx, s, length, Q, L, PER_CHUNK)

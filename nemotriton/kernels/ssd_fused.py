@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nemotriton.kernels.dependent import as_dependent, dependent
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import (
     Case,
@@ -34,6 +34,7 @@ from nemotriton.kernels.ssd import (
 from nemotriton.kernels.ssd_blocks import _prepare_blocks, _scan_blocks
 from nemotriton.kernels.ssd_hopper import _scan_roles
 from nemotriton.kernels.ssd_roles import SHAPE, STORED, _prepare_fragments, scan_by_roles
+from nemotriton.kernels.ssd_thirds import _scan_thirds
 from nemotriton.kernels.ssm_state import StateNoise, check_state
 from nemotriton.kernels.ssm_update import check_rows
 
@@ -168,7 +169,8 @@ def prepare_blocks(
         _prepare_blocks, (2 * blocks * G,), *operands, *strides, n, blocks, G, H // G,
         float(dt_limit[0]), float(dt_limit[1]), N, L, per_chunk,
         BLOCK_H=min(16, next_pow2(H // G)), BLOCK_N=block_edge(N, MOST_STATE),
-        PDL=dependent(B), num_warps=4,
+        num_warps=4,
+        **as_dependent(B),
     )  # fmt: skip
     return decays, scores, spans
 
@@ -239,8 +241,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         PACKED=True,
         ROLES=(case.P, case.N, case.Q) == SHAPE,
         AHEAD=True,
-        OUTPUTS=3,
-        PDL=True,
+        OUTPUTS=2,
+        PDL=False,
         num_warps=8 if wide else 4,
         num_stages=2 if wide else 3,
     )
@@ -251,15 +253,15 @@ def _tiles(case: Case) -> list[Tile]:
     the tile, and must not pick the rounding."""
     default = _default_tile(case, 0)
     if default["ROLES"]:
-        return [default.but(OUTPUTS=n, PDL=pdl) for n in (3, 2) for pdl in (True, False)]
+        return [default.but(OUTPUTS=n, PDL=pdl) for n in (2, 3) for pdl in (False, True)]
     return [default.but(num_stages=stages) for stages in (2, 3)]
 
 
 SSD_PREFILL = KernelSpec(
     terms=SSD_PREFILL_CHUNKED.terms,
     op=ssd_prefill,
-    kernels=(_prepare_blocks, _scan_blocks, _prepare_fragments, _scan_roles),
-    may_spill=("_scan_roles",),
+    kernels=(_prepare_blocks, _scan_blocks, _prepare_fragments, _scan_roles, _scan_thirds),
+    may_spill=("_scan_roles", "_scan_thirds"),
     cases=SSD_PREFILL_CHUNKED.cases,
     small=[
         Case(H=4, P=16, N=16, G=2, Q=16),

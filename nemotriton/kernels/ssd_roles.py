@@ -85,6 +85,7 @@ def _prepare_fragments(
     N: tl.constexpr, L: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # the scan's programs come when the last of these have started, and wait for their ends
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
     cells = tl.full((), 1, tl.int64) * chunks * G
@@ -152,7 +153,8 @@ def scan_by_roles(
     limits = (float(dt_limit[0]), float(dt_limit[1]))
     launch(
         _prepare_fragments, (3 * n * G + S,), *operands, *strides, n, S, G, H // G, *limits,
-        N, CHUNK, BLOCK_H=min(16, next_pow2(H // G)), PDL=pdl, num_warps=4, maxnreg=128,
+        N, CHUNK, BLOCK_H=min(16, next_pow2(H // G)), PDL=pdl, launch_pdl=pdl,
+        num_warps=4, maxnreg=128,
     )  # fmt: skip
     total = S * H
     tables = (
@@ -163,8 +165,8 @@ def scan_by_roles(
     grid = (min(total, device.info(where).sms),)
     if tile["OUTPUTS"] == 3:
         launch(
-            _scan_thirds, grid, *tables, PDL=pdl, launch_pdl=pdl, OUTPUT_REGISTERS=112, STATE_REGISTERS=120,
-            LOAD_REGISTERS=24, num_warps=4, maxnreg=96,
+            _scan_thirds, grid, *tables, PDL=pdl, launch_pdl=pdl, OUTPUT_REGISTERS=112,
+            STATE_REGISTERS=120, LOAD_REGISTERS=24, num_warps=4, maxnreg=96,
         )  # fmt: skip
     else:
         launch(

@@ -261,14 +261,14 @@ def _load_role(where, tables, tiles, bars, H: gl.constexpr, G: gl.constexpr):
 def _tail_role(where, tiles, bars, H: gl.constexpr):
     """Zeros behind the last token of short chunks: what lies there is another sequence's, and 0
     times NaN is not 0."""
-    work_idx, chunks_idx, state_desc, total, chunks = where
+    work_idx, chunks_idx, total = where
     x_tiles, B_tiles = tiles
     x_full, B_full, short_full = bars
     done = 0
     taken = 0
     shorts = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        c0, n, h = _item(work_idx, item, H)
+        c0, n, _ = _item(work_idx, item, H)
         taken += gl.load(work_idx + item // H * WORK + 3)
         for i in range(n):
             tokens = gl.load(chunks_idx + (c0 + i) * 3 + 2)
@@ -287,7 +287,7 @@ def _tail_role(where, tiles, bars, H: gl.constexpr):
 
 @gluon.jit
 def _load_C_role(where, C_desc, C_tiles, C_full, C_free, H: gl.constexpr, G: gl.constexpr):
-    work_idx, chunks_idx, state_desc, total, chunks = where
+    work_idx, chunks_idx, total = where
     task = 0
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
         c0, n, h = _item(work_idx, item, H)
@@ -346,6 +346,7 @@ def _scan_thirds(
     state = (work_idx, decays_ptr, state_desc, state_ptr, total, chunks)
     state_tiles = (x_tiles, weight_tiles, B_tiles, h_tiles)
     state_bars = (x_full, x_free, B_full, B_free, h_full, h_free)
+    tail = (work_idx, chunks_idx, total)
     load = (work_idx, chunks_idx, state_desc, total, chunks)
     tables = (x_desc, B_desc, decays_desc, weights_desc)
     load_tiles = (x_tiles, decay_tiles, weight_tiles, B_tiles)
@@ -357,8 +358,8 @@ def _scan_thirds(
             (_output_role, (2, output, tiles2, output_bars, H, G)),
             (_state_role, (state, state_tiles, state_bars, H)),
             (_load_role, (load, tables, load_tiles, load_bars, H, G)),
-            (_load_C_role, (load, C_desc, C_tiles, C_full, C_free, H, G)),
-            (_tail_role, (load, (x_tiles, B_tiles), (x_full, B_full, short_full), H)),
+            (_load_C_role, (tail, C_desc, C_tiles, C_full, C_free, H, G)),
+            (_tail_role, (tail, (x_tiles, B_tiles), (x_full, B_full, short_full), H)),
         ],
         [4, 4, 4, 1, 1, 1],
         [

@@ -310,7 +310,8 @@ def emulate(
         "DECAYED": DECAYED.value,
         "WEIGHTED": WEIGHTED.value,
     }
-    for module in (ssd_hopper, ssd_thirds):
+    modules = (ssd_hopper, ssd_thirds) if kernel == "_scan_thirds" else (ssd_hopper,)
+    for module in modules:
         source = Path(module.__file__).read_text()
         source = re.sub(outside, lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
         exec(compile(source, module.__file__, "exec"), names)

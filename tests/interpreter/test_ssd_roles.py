@@ -1,14 +1,15 @@
 """The form for Hopper: its first kernel in the interpreter, its second by emulation."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from nemotriton.kernels import ssd_fused, ssd_roles
-from nemotriton.kernels.op import launch
+from nemotriton.kernels.op import Case, launch, use_tile
 from nemotriton.kernels.ssd import chunk_table
-from nemotriton.kernels.ssd_fused import has_roles, ssd_prefill
+from nemotriton.kernels.ssd_fused import SSD_PREFILL, has_roles, ssd_prefill
 from nemotriton.kernels.ssd_hopper import _scan_roles
 from nemotriton.kernels.ssd_thirds import _scan_thirds
 from tests.conftest import Poison
@@ -18,11 +19,12 @@ from tests.test_ssd import Inputs, Sizes, inputs, state_of
 
 SIZES = Sizes(H=2, P=64, N=128, G=1)
 BF16 = torch.bfloat16
+TILE = SSD_PREFILL.default(Case(H=2, P=64, N=128, G=1, Q=128), 512).but(OUTPUTS=3)
 SMS = 3  # fewer than items, so that a program goes from one to the next
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if on Hopper: the op takes this form, and its second kernel is emulated."""
     seeds = iter(range(100))
 
@@ -36,18 +38,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ssd_roles, "launch", run)
     monkeypatch.setattr(ssd_fused, "target", lambda where: 90)
+    with use_tile("ssd_prefill", TILE):
+        yield
 
 
 def rows(lengths: list[int], extreme: bool = False) -> Inputs:
     return as_model(inputs(sum(lengths), SIZES, len(lengths), extreme), BF16)
 
 
-@pytest.mark.parametrize("extreme", [False, True])
-def test_ragged_pieces_against_the_recurrence(extreme: bool, poison: Poison) -> None:
+@pytest.mark.parametrize("outputs,extreme", [(3, False), (3, True), (2, True)])
+def test_ragged_pieces_against_the_recurrence(outputs: int, extreme: bool, poison: Poison) -> None:
     """Whole chunks and short ones, an empty piece, one token, a pad; fresh and continued."""
     lengths = [129, 0, 1, 256, 70, 3]
     case = Ragged(SIZES, 128, lengths, [4, 2, 0, 6, 5, -1], [False, True, True, False, True, False])
-    case.check(ssd_prefill, rows(lengths, extreme), BF16, roundings=4)
+    with use_tile("ssd_prefill", TILE.but(OUTPUTS=outputs)):
+        case.check(ssd_prefill, rows(lengths, extreme), BF16, roundings=4)
 
 
 def test_a_table_on_the_sequence_s_own_grid(poison: Poison) -> None:
