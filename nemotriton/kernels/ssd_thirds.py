@@ -51,6 +51,12 @@ from nemotriton.kernels.ssd_hopper import (
 PARTS = gl.constexpr(4)
 
 
+@gluon.jit
+def _following(work_idx, item, total, H):
+    """As `_item`, of the program's next item, or of the last one there is."""
+    return _item(work_idx, gl.minimum(item + gl.num_programs(0), total - 1), H)
+
+
 # ------------------------------------------------------------------------------------- output role
 @gluon.jit
 def _task(
@@ -90,8 +96,9 @@ def _output_role(me: gl.constexpr, where, tiles, bars, H: gl.constexpr, G: gl.co
     """Tasks T of which T % 3 is `me`."""
     work_idx, chunks_idx, scores_ptr, D_ptr, y_desc, y_ptr, total = where
     done = 0
+    c0, n, h = _item(work_idx, gl.program_id(0), H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        c0, n, h = _item(work_idx, item, H)
+        next_c0, next_n, next_h = _following(work_idx, item, total, H)
         if me == 0:
             at = work_idx + item // H * WORK
             if gl.load(at + 2) < 0:
@@ -116,6 +123,7 @@ def _output_role(me: gl.constexpr, where, tiles, bars, H: gl.constexpr, G: gl.co
                 )
             first, tokens = next_first, next_tokens
         done += n
+        c0, n, h = next_c0, next_n, next_h
     tma.store_wait(0)
 
 
@@ -167,8 +175,9 @@ def _state_role(where, tiles, bars, H: gl.constexpr):
     x_full, x_free, B_full, B_free, h_full, h_free = bars
     done = 0
     taken = 0  # stages of B: chunks and initial states
+    c0, n, h = _item(work_idx, gl.program_id(0), H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        c0, n, h = _item(work_idx, item, H)
+        next_c0, next_n, next_h = _following(work_idx, item, total, H)
         at = work_idx + item // H * WORK
         slot, reads, writes = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
         table = decays_ptr + (h.to(gl.int64) * chunks * (2 * L) + (L - 1))
@@ -204,6 +213,7 @@ def _state_role(where, tiles, bars, H: gl.constexpr):
             inner = p[:, None] * N + q[None, :]
             gl.store(cell + inner, state.to(state_ptr.dtype.element_ty))
         done += n
+        c0, n, h = next_c0, next_n, next_h
 
 
 # ------------------------------------------------------------------------------------------ loaders
@@ -219,8 +229,9 @@ def _load_role(where, tables, tiles, bars, H: gl.constexpr, G: gl.constexpr):
     done = 0
     taken = 0
     shorts = 0
+    c0, n, h = _item(work_idx, gl.program_id(0), H)
     for item in range(gl.program_id(0), total, gl.num_programs(0)):
-        c0, n, h = _item(work_idx, item, H)
+        next_c0, next_n, next_h = _following(work_idx, item, total, H)
         at = work_idx + item // H * WORK
         slot, reads = gl.load(at + 2), gl.load(at + 3)
         g = h // (H // G)
@@ -255,6 +266,7 @@ def _load_role(where, tables, tiles, bars, H: gl.constexpr, G: gl.constexpr):
             tma.async_copy_global_to_shared(B_desc, [first, g * N], B_bar, B_tiles.index(B_stage))
             taken += 1
         done += n
+        c0, n, h = next_c0, next_n, next_h
 
 
 @gluon.jit

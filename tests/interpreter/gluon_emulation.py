@@ -204,8 +204,8 @@ class Machine:
         if self.wrong:
             raise self.wrong[0]
 
-    def program_id(self, axis: int) -> int:
-        return self.here.program[0]
+    def program_id(self, axis: int) -> torch.Tensor:
+        return torch.tensor(self.here.program[0])
 
     def num_programs(self, axis: int) -> int:
         return self.here.program[1]
