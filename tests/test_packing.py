@@ -17,6 +17,7 @@ from nemotriton.model.packing import (
     packs_for_hopper,
     padding_bytes,
     tiles_for_blackwell,
+    widened_bytes,
 )
 from nemotriton.model.release_schemes import release_scheme
 from nemotriton.model.synth import write_checkpoint
@@ -174,3 +175,11 @@ def test_dense_matrices_are_packed_too(flavour: str, tmp_path: Path) -> None:
         left = {name for name, _ in layer.named_parameters()}
         assert "words" in left
         assert not left & {"weight", "weight_scale"}
+
+
+def test_the_largest_matrix_that_is_decoded_for_a_prompt() -> None:
+    config = ModelConfig.preset("super-120b")
+    wanted = expected(config, release_scheme(config, "release"))
+    assert widened_bytes(wanted, BF16) == 2 * 18560 * 4096, "Mamba's in-projection"
+    assert widened_bytes(wanted, torch.float32) == 0
+    assert widened_bytes(expected(config), BF16) == 0, "nothing is quantised"

@@ -206,3 +206,19 @@ def test_recorded_steps_have_their_memory_and_a_page_of_their_own() -> None:
     caches = make_caches(NANO, found, torch.bfloat16, STATE_FORMATS["float32"], device, 0, spare=1)
     assert caches.kv is not None
     assert found.kv == caches.kv.k.nbytes + caches.kv.v.nbytes
+
+
+def test_work_holds_what_a_prompt_widens() -> None:
+    """A decoded matrix, or the keys of an fp8 cache in powers of two: whichever is more."""
+    hold = {"max_requests": 4, "max_context": 65536}
+    config = ModelConfig.preset("super-120b")
+    base = plan(config, 999, kv_item=2, **hold).work
+    assert plan(config, 999, kv_item=2, widened=152 << 20, **hold).work == base + (152 << 20)
+    assert plan(config, 999, kv_item=1, **hold).work == base + 2**18 * 2 * 256 * 2
+    both = {"kv_item": 1, "widened": 152 << 20}
+    assert plan(config, 999, **both, **hold).work == base + 2**28
+    one = {"max_requests": 1, "max_context": 600_000}
+    more = plan(config, 999, **both, **one).work - plan(config, 999, kv_item=2, **one).work
+    assert more == 2**20 * 2 * 256 * 2
+    short = {**hold, **both, "prefill_piece": 8}
+    assert plan(config, 999, **short).work < base, "pieces of a few tokens widen nothing"

@@ -24,7 +24,7 @@ from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected, expected
 from nemotriton.model.formats import QuantScheme
 from nemotriton.model.load_plan import make_plan as plan_load
-from nemotriton.model.packing import forced_packing, padding_bytes
+from nemotriton.model.packing import forced_packing, padding_bytes, widened_bytes
 from nemotriton.model.parallel import Shard, local_expected
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import release_scheme
@@ -121,6 +121,7 @@ class _Place:
             graphs=len(shape.options) if shape is not None else 1,
             state_scale=states.row_bytes(0),
             ring_places=places_for(shape) if rollback == "replay" else 0,
+            widened=widened_bytes(self.model.expected, dtype),
         )
         return make_plan(
             config,

@@ -35,7 +35,7 @@ from nemotriton.model.expected import Expected, expected
 from nemotriton.model.formats import UNQUANTISED, QuantScheme
 from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
-from nemotriton.model.packing import padding_bytes
+from nemotriton.model.packing import padding_bytes, widened_bytes
 from nemotriton.model.parallel import ONE, Shard, local_expected
 from nemotriton.model.release_schemes import release_scheme
 from nemotriton.model.sources import fingerprint
@@ -284,7 +284,7 @@ def place(
     graphs = options if isinstance(capture, CudaGraphs) else 0
     rollback = find_rollback(limits.rollback, limits.shape, device, limits.invariant)
     places = places_for(limits.shape) if rollback == "replay" else 0
-    more = (spare, graphs, states.row_bytes(0), places)
+    more = (spare, graphs, states.row_bytes(0), places, widened_bytes(own, dtype))
     wishes = Wishes(limits.max_context, limits.max_requests, piece, drafts, *items, *more)
     plan = make_plan(
         last.local(whole),

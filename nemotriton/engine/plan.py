@@ -16,7 +16,10 @@ from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
 from nemotriton.engine.graphs import key_limits, ladder
 from nemotriton.engine.replay import ring_entry_bytes
 from nemotriton.errors import CapacityError
+from nemotriton.kernels.attention import WIDE_KEYS, WIDE_WORK
 from nemotriton.kernels.attention_decode import most_splits
+from nemotriton.kernels.gemm_quant_tiles import WIDEN_TOKENS
+from nemotriton.kernels.op import next_pow2
 from nemotriton.model.config import LayerKind, ModelConfig
 
 DEFAULT_REQUESTS = 64
@@ -43,6 +46,7 @@ class Wishes:
     graphs: int = 0  # numbers of drafts that decode steps are recorded with; 0 = no CUDA graphs
     state_scale: int = 0  # of the scale of a row of SSM states
     ring_places: int = 0  # of states that roll back by replay; 0 = by lanes
+    widened: int = 0  # of the largest quantised matrix once it is decoded for a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class _Planner:
             states=requests * (self.ssm_bytes + self.window_bytes),
             lanes=requests * (states + windows),
             kv=(pages + self.wishes.spare_pages) * self.page_bytes,
-            work=self.work(requests),
+            work=self.work(context, requests),
             available=self.available,
             graphs=self.graphs(context, requests),
             rings=requests * self.ring_bytes,
@@ -187,7 +191,7 @@ class _Planner:
     def mamba_layers(self) -> int:
         return cache_layers(self.config, LayerKind.MAMBA, self.wishes.drafts)
 
-    def work(self, requests: int) -> int:
+    def work(self, context: int, requests: int) -> int:
         """An upper estimate of what one step allocates: its widest layer, and its logits."""
         c = self.config
         rows = requests * (self.wishes.drafts + 1)
@@ -195,7 +199,24 @@ class _Planner:
         splits = c.attention.q_rows * _KV_SPLITS * 4 * rows if c.attention else 0
         scored = min(SCORE_BYTES, self.wishes.prefill_piece * c.vocab * 4)
         logits = _COPIES * (rows * c.vocab * 4 + scored)
-        return int(_MARGIN * (tokens * self.row_bytes + splits + logits))
+        rows_at_work = int(_MARGIN * (tokens * self.row_bytes + splits + logits))
+        return rows_at_work + max(self.widened_matrix, self.widened_keys(context, requests))
+
+    @property
+    def widened_matrix(self) -> int:
+        """A decoded weight, where a step may have tokens enough for that."""
+        w = self.wishes
+        return w.widened if w.prefill_piece >= WIDEN_TOKENS else 0
+
+    def widened_keys(self, context: int, requests: int) -> int:
+        """A layer's keys and values out of an fp8 cache, see `attend_prefill`."""
+        attention, w = self.config.attention, self.wishes
+        if attention is None or w.kv_item != 1 or w.item != 2:
+            return 0
+        if w.prefill_piece * context < WIDE_WORK:
+            return 0
+        keys = max(context, min(WIDE_KEYS, requests * context))
+        return 2 * next_pow2(pages_for(keys)) * PAGE_SIZE * attention.kv_rows * w.item
 
     @property
     def row_bytes(self) -> int:

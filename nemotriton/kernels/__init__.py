@@ -98,6 +98,8 @@ from nemotriton.kernels.ssm_state import STATE_FORMATS, StateFormat, StateNoise
 from nemotriton.kernels.ssm_update import ssm_update, ssm_update_ref, time_step_ref
 from nemotriton.kernels.thresholds import logit_thresholds, logit_thresholds_ref
 from nemotriton.kernels.verify import Verdict, verify_drafts, verify_drafts_ref
+from nemotriton.kernels.widen import widen_fp8, widen_fp8_ref, widen_packed, widen_packed_ref
+from nemotriton.kernels.widen_keys import widen_keys, widen_keys_ref
 
 __all__ = [
     "REPLAY_INTERVAL",
@@ -190,6 +192,12 @@ __all__ = [
     "token_logprobs",
     "verify_drafts",
     "verify_drafts_ref",
+    "widen_fp8",
+    "widen_fp8_ref",
+    "widen_keys",
+    "widen_keys_ref",
+    "widen_packed",
+    "widen_packed_ref",
     "write_kv",
     "write_kv_ref",
 ]

@@ -19,7 +19,7 @@ import triton.language as tl
 from einops import rearrange
 
 from nemotriton.errors import require
-from nemotriton.kernels.fixed_order import FixedOrder
+from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
     Case,
     Cost,
@@ -41,6 +41,7 @@ from nemotriton.kernels.paged import (
     owner,
 )
 from nemotriton.kernels.shared_memory import LARGE, most_shared
+from nemotriton.kernels.widen_keys import widen_keys
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -232,12 +233,17 @@ def attend_prefill(
 
     Keys are summed in blocks of BLOCK_N counted from the sequence's first, so that how a prompt
     is cut into pieces, or what else is in the batch, changes no bit for a given tile. `scale` and
-    k_scale are positive. `max_new` and `max_length` are not needed here and may be any bounds."""
+    k_scale are positive. Long fp8 contexts are widened first (`_widens`): then no length may be
+    larger than `max_length`. `max_new` is not needed here."""
     heads, group = check_attention(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
     T, _, width = q.shape
     S, page = lengths.shape[0], k_cache.shape[1]
     if S == 0:
         return torch.zeros_like(q)
+    if _widens(q, k_cache, S, max_length):
+        k_cache, v_cache, pages = widen_keys.triton(
+            k_cache, v_cache, pages, lengths, max_length, q.dtype
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tile = ATTEND_PREFILL.tile(T, q, **attention_axes(q, k_cache))
     require(
@@ -261,6 +267,19 @@ def attend_prefill(
         **tile,
     )
     return out
+
+
+def _widens(q: torch.Tensor, k_cache: torch.Tensor, S: int, max_length: int) -> bool:
+    """Whether fp8 keys are converted once for all queries: where that pays, and where the memory
+    for it is small (which `CachePlan` counts). Not in the invariant mode: other sequences count."""
+    if k_cache.dtype != torch.float8_e4m3fn or q.dtype == torch.float32 or phase() is not None:
+        return False
+    few = S == 1 or S * max_length <= WIDE_KEYS
+    return few and q.shape[0] * max_length >= WIDE_WORK
+
+
+WIDE_WORK = 1 << 20  # new tokens times keys: some ten microseconds of conversions saved
+WIDE_KEYS = 1 << 18  # of all sequences; one alone may have more
 
 
 def _prefill_plan(case: Case, T: int) -> list[tuple[int, int]]:

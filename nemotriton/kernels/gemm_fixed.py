@@ -68,6 +68,8 @@ def fixed_fp8(case: Case, tokens: int, phase: str) -> Tile:
     if case.Q:
         shape = (64, 64 if tokens <= 64 else 128, 128, 4, 4)
         return square_tile(shape if tokens <= 256 else (128, 128, 128, 8, 3))
+    if tokens > FEW:
+        return square_tile((128, 128, 64, 8, 3))  # of a widened weight, or else by `generic_tile`
     return _plain((64, 64, 64, 4, 3) if tokens <= 64 else (128, 128, 64, 8, 3), 1)
 
 

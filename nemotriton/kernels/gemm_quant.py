@@ -5,6 +5,9 @@
     scale  the weight's scale, applied to the fp32 sum before bias, epilogue and the one rounding,
            so that fp16 outputs do not overflow before it
 
+From WIDEN_TOKENS tokens on V of an FP8 weight is written out in 16 bits first (`widen`), and the
+product is that of `gemm_square`.
+
 Activations stay as they are (w8a16, w4a16) unless `input_scale` is given: then x is quantised with
 it, to e4m3 (w8a8) or in blocks of 16 to NVFP4 (w4a4), and its scale joins the weight's. The values
 that x's codes stand for are exact in x's dtype; they take x's place.
@@ -36,6 +39,8 @@ from nemotriton.kernels.fp4 import (
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
 from nemotriton.kernels.gemm_quant_tiles import (
+    WIDEN_TOKENS,
+    WIDENED,
     fp8_default,
     fp8_tiles,
     generic_tile,
@@ -63,6 +68,7 @@ from nemotriton.kernels.op import (
     target,
 )
 from nemotriton.kernels.quantize import check_scale, quantised_sizes, quantize_fp8, round_rows
+from nemotriton.kernels.widen import widen_fp8
 
 X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -271,11 +277,18 @@ def _run(
             square(codes, values.view(codes.dtype), (scale, input_scale), *ends)
             return y
         x = round_rows(x, input_scale, scales is not None)
+    elif "TMA" in tile and T >= WIDEN_TOKENS and x.dtype != torch.float32 and describable(x):
+        wide = widen_fp8.triton(values.view(torch.float8_e4m3fn), x.dtype)
+        if describable(wide):
+            square(x, wide, (scale, None), *ends)
+            return y
     if "STREAM" in tile and x.dtype != torch.float32:
         stream(x, values, (scale, input_scale), *ends)
         return y
     if "TMA" in tile or "STREAM" in tile:
-        tile = generic_tile(Case(N=N, K=K), 16 if fixed_order.phase() else T)
+        # one tile for all tokens of a phase; that of many tokens sums as a widened weight's does
+        one = fixed_order.phase() and tile not in WIDENED
+        tile = generic_tile(Case(N=N, K=K), 16 if one else T)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)

@@ -5,6 +5,7 @@ What limits them for 16 to 64 tokens on Hopper is x: every block of BLOCK_N outp
 from L2, at 5.5 TB/s together with W. So blocks are wide, and K is split where there are few.
 """
 
+from nemotriton.kernels.gemm import SQUARE
 from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
@@ -36,6 +37,8 @@ def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
 def fp8_default(case: Case, tokens: int) -> Tile:
     if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
         return stream_tile(case.N, tokens, 1)
+    if not case.Q and tokens >= WIDEN_TOKENS:
+        return WIDENED[0]
     if tokens <= STREAM_TOKENS or not case.Q:
         return generic_tile(case, tokens)
     if tokens <= 64:
@@ -46,6 +49,10 @@ def fp8_default(case: Case, tokens: int) -> Tile:
     return _HALVES_FP8[0] if on_hopper() else square_tile(SQUARE_FP8[0])
 
 
+# Tokens from which an FP8 weight is decoded once for all of them, into memory: 3 bytes a weight
+# moved, at what 16-bit operands by TMA gain over decoding in the product.
+WIDEN_TOKENS = 512
+WIDENED = [square_tile(shape) for shape in SQUARE]  # of a widened weight
 _HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]
 SQUARE_FP8 = (
     (128, 128, 128, 4, 3),
@@ -68,7 +75,7 @@ def quant_tiles(case: Case) -> list[Tile]:
 
 
 def fp8_tiles(case: Case) -> list[Tile]:
-    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else []
+    squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else WIDENED
     few = [_few_tile(*shape) for shape in _FEW_FP8 if 256 * shape[-1] <= case.K]
     return [*stream_tiles(1), *squares, *few, *quant_tiles(case)[: 3 if case.Q else None]]
 
@@ -96,6 +103,8 @@ def quant_suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
     if "STREAM" in tile:
         return stream_suits(tile, tokens)
+    if tile in WIDENED:
+        return tokens >= WIDEN_TOKENS
     if tokens <= 16:
         return tile["BLOCK_T"] == 16
     return tile["BLOCK_T"] == 64 if tokens <= 64 else tile["BLOCK_T"] >= 64

@@ -78,3 +78,15 @@ def padding_bytes(
             each = packed_bytes(rows, cols) - rows * cols * 9 // 16
         extra += max(1, entry.experts) * each
     return extra
+
+
+def widened_bytes(expected: Mapping[str, Expected], dtype: torch.dtype) -> int:
+    """The most that a prompt's products need for a quantised matrix decoded into `dtype`."""
+    if dtype not in _DTYPES:
+        return 0
+    sizes = [
+        entry.numel * entry.columns * dtype.itemsize
+        for entry in expected.values()
+        if entry.role in (Role.FP8, Role.CODES) and not entry.experts
+    ]
+    return max(sizes, default=0)
