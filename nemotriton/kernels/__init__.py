@@ -16,6 +16,7 @@ from nemotriton.kernels.conv1d import causal_conv1d, causal_conv1d_ref, conv_ref
 from nemotriton.kernels.conv1d_update import causal_conv1d_update, causal_conv1d_update_ref
 from nemotriton.kernels.gemm import matmul, matmul_ref
 from nemotriton.kernels.gemm_packed import packed_matmul, packed_matmul_ref
+from nemotriton.kernels.gemm_parts import parts_matmul, parts_matmul_ref
 from nemotriton.kernels.gemm_quant import (
     fp8_matmul,
     fp8_matmul_ref,
@@ -148,6 +149,8 @@ __all__ = [
     "nvfp4_matmul_ref",
     "packed_matmul",
     "packed_matmul_ref",
+    "parts_matmul",
+    "parts_matmul_ref",
     "philox_ref",
     "quantize_fp8",
     "quantize_fp8_ref",

@@ -27,6 +27,7 @@ from nemotriton.errors import require
 from nemotriton.kernels import fixed_order
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
+from nemotriton.kernels.gemm_parts import LEAST_TOKENS, parts_matmul, takes_parts
 from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
@@ -177,6 +178,10 @@ def matmul(
     if ieee and ("STREAM" in tile or tile["BLOCK_T"] > IEEE_ROWS):
         tile = _ieee_tile(Case(N=N, K=K), 1 if fixed_order.phase() else T)
     squared = epilogue == "relu2"
+    if parts_of_w and "TMA" in tile:
+        if bias is None and epilogue == "none" and takes_parts(x, weight, y):
+            return parts_matmul(x, weight)
+        tile = _parts_tile(Case(N=N, K=K), T, PARTS_SHAPE)
     if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
         form = stream if "STREAM" in tile else square
         form(x, weight, (None, None), bias, squared, residual, y, tile)
@@ -317,6 +322,7 @@ SQUARE = (
     (128, 256, 64, 8, 3),
     (128, 256, 64, 8, 4),
 )
+PARTS_SHAPE = (64, 64, 64, 4, 3)  # of a fp32 weight in parts; by `gemm_parts` for many tokens
 SWAP_TOKENS = 128
 PROGRAMS = (132, 264)  # that splitting K aims at: one or two for each of a large GPU's processors
 
@@ -371,7 +377,8 @@ def _default(case: Case, tokens: int) -> Tile:
     if case.ieee:
         if tokens <= STREAM_TOKENS:
             return stream_tile(case.N, tokens, 4)
-        return _parts_tile(case, tokens, (64, 64, 64, 4, 3))
+        many = tokens >= LEAST_TOKENS and on_hopper()
+        return square_tile(SQUARE[0]) if many else _parts_tile(case, tokens, PARTS_SHAPE)
     if tokens <= 8:
         return stream_tile(case.N, tokens, 2)
     if tokens <= SWAP_TOKENS:

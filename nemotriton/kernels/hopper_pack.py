@@ -166,30 +166,36 @@ def unpack_hopper(words: torch.Tensor, rows: int, cols: int) -> tuple[torch.Tens
 
 
 # ------------------------------------------------------------------------------------- jit: decode
+# a word and its two rows' scales, each twice in 32 bits, as eight bf16: column, row half, pair
+DECODE = """{
+    .reg .b32 a, b, c, d, first, second, third, fourth;
+    and.b32 a, $8, 0x81C081C0;
+    mul.rn.bf16x2 first, a, $9;
+    shl.b32 b, $8, 6;
+    and.b32 b, b, 0x81C081C0;
+    mul.rn.bf16x2 second, b, $10;
+    shf.l.wrap.b32 c, $8, $8, 12;
+    and.b32 c, c, 0x81C081C0;
+    mul.rn.bf16x2 third, c, $9;
+    shl.b32 d, $8, 2;
+    shr.u32 a, $8, 6;
+    and.b32 d, d, 0x80C080C0;
+    lop3.b32 a, a, 0x01000100, d, 0xEA;
+    mul.rn.bf16x2 fourth, a, $10;
+    mov.b32 {$0, $1}, first;
+    mov.b32 {$2, $3}, second;
+    mov.b32 {$4, $5}, third;
+    mov.b32 {$6, $7}, fourth;
+    }"""
+DECODE_CONSTRAINTS = "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r"
+_ASSEMBLY, _CONSTRAINTS = tl.constexpr(DECODE), tl.constexpr(DECODE_CONSTRAINTS)
+
+
 @triton.jit
 def _decode_asm(words, low, high):
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, first, second, third, fourth;
-        and.b32 a, $8, 0x81C081C0;
-        mul.rn.bf16x2 first, a, $9;
-        shl.b32 b, $8, 6;
-        and.b32 b, b, 0x81C081C0;
-        mul.rn.bf16x2 second, b, $10;
-        shf.l.wrap.b32 c, $8, $8, 12;
-        and.b32 c, c, 0x81C081C0;
-        mul.rn.bf16x2 third, c, $9;
-        shl.b32 d, $8, 2;
-        shr.u32 a, $8, 6;
-        and.b32 d, d, 0x80C080C0;
-        lop3.b32 a, a, 0x01000100, d, 0xEA;
-        mul.rn.bf16x2 fourth, a, $10;
-        mov.b32 {$0, $1}, first;
-        mov.b32 {$2, $3}, second;
-        mov.b32 {$4, $5}, third;
-        mov.b32 {$6, $7}, fourth;
-        }""",
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        _ASSEMBLY,
+        _CONSTRAINTS,
         [words, low, high],
         dtype=(
             tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,

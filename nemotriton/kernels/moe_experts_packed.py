@@ -16,6 +16,8 @@ both products:
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
     PDL       dependent launches
+    ASYNC     blocks of 64 or 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
+              same bits; elsewhere by the tile's other sizes
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -30,11 +32,19 @@ from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.fixed_order import DECODE, FixedOrder, phase
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
-from nemotriton.kernels.hopper_pack import WORDS, k_order, pack_hopper, tiles_of, unpack_hopper
+from nemotriton.kernels.hopper_pack import (
+    TILE,
+    WORDS,
+    k_order,
+    pack_hopper,
+    tiles_of,
+    unpack_hopper,
+)
 from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
 from nemotriton.kernels.moe_fixed import by_token
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
+from nemotriton.kernels.moe_packed_async import _async_down, _async_up
 from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
@@ -47,6 +57,7 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
+    target,
 )
 from nemotriton.kernels.quantize import check_scale
 
@@ -113,34 +124,75 @@ def run_experts_packed(
     kept = x.dtype if tile["NARROW"] else torch.float32
     parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
-    chosen = {"K": K, "BLOCK_J": next_pow2(K)}
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
+    matrices = (up_words, up_global, down_words, down_global)
+    if plan.ahead:
+        _multiply_ahead(rows, *matrices, routing, (h, parts), up_table, down_table, tile)
+    else:
+        chosen = {"K": K, "BLOCK_J": next_pow2(K)}
+        launch(
+            _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
+            *up_table.tensors, P, rows.stride(0), x_width, **chosen, N_TILES=tiles_of(width),
+            K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
+            NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
+            H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
+        )  # fmt: skip
+        launch(
+            _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
+            down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen,
+            H=plan.h_width, N_TILES=tiles_of(L), K_TILES=tiles_of(width),
+            STEPS=plan.down_steps // plan.split, SPLIT=plan.split,
+            EVEN=plan.h_width % tile["DOWN_K"] == 0, launch_pdl=plan.pdl, **plan.meta("DOWN"),
+        )  # fmt: skip
+    _combine(parts, y, K * plan.split, plan)
+    return y
+
+
+def _multiply_ahead(
+    x: torch.Tensor,
+    up_words: torch.Tensor,
+    up_global: torch.Tensor,
+    down_words: torch.Tensor,
+    down_global: torch.Tensor,
+    routing: Routing,
+    out: tuple[torch.Tensor, torch.Tensor],
+    up_table: "_Table",
+    down_table: "_Table",
+    tile: Tile,
+) -> None:
+    """Both products by `moe_packed_async`: out is (h, weighted rows by pair)."""
+    h, parts = out
+    (n, k), K = up_words.shape[1:3], routing.ids.shape[1]
+    # three programs of 64 pairs, or two of 128, to a multiprocessor
+    up_m, down_m = int(tile["UP_M"]), int(tile["DOWN_M"])
+    options = {m: {"BLOCK_M": m, "maxnreg": 168 if m == 64 else 255} for m in (up_m, down_m)}
     launch(
-        _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
-        *up_table.tensors, P, rows.stride(0), x_width, **chosen, N_TILES=tiles_of(width),
-        K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
-        NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
-        H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
+        _async_up, (up_table.blocks * n,), x, up_words, up_global, h, *up_table.tensors,
+        x.stride(0), K, N_TILES=n, K_TILES=k, num_warps=4, **options[up_m],
     )  # fmt: skip
     launch(
-        _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
-        down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen, H=plan.h_width,
-        N_TILES=tiles_of(L), K_TILES=tiles_of(width), STEPS=plan.down_steps // plan.split,
-        SPLIT=plan.split, EVEN=plan.h_width % tile["DOWN_K"] == 0,
-        launch_pdl=plan.pdl, **plan.meta("DOWN"),
+        _async_down, (down_table.blocks * k,), h, down_words, down_global, routing.weights, parts,
+        *down_table.tensors, N_TILES=k, K_TILES=n, num_warps=4, **options[down_m],
     )  # fmt: skip
-    count = K * plan.split
+
+
+def _combine(parts: torch.Tensor, y: torch.Tensor, count: int, plan: "_Plan") -> None:
+    """Sum a token's `count` rows; how that is ordered depends on the phase and the tile only."""
+    T, L = y.shape
+    warps, block_r = 4, next_pow2(count)
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
+    if plan.tile["NARROW"]:  # many tokens
+        block_l, block_r = min(next_pow2(L), 1024), 1
+        warps = max(1, block_l // 256)
     if phase() == DECODE:  # the order of the sum depends on it
         block_l = min(block_l, 64)
     while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
         block_l //= 2
     launch(
-        _packed_combine, (T * cdiv(L, block_l),), parts, y, L,
-        COUNT=count, BLOCK_R=next_pow2(count), BLOCK_L=block_l, PDL=plan.pdl, num_warps=4,
+        _packed_combine, (T * cdiv(L, block_l),), parts, y, L, COUNT=count, BLOCK_R=block_r,
+        BLOCK_L=block_l, EVEN=L % block_l == 0, PDL=plan.pdl, num_warps=warps,
         launch_pdl=plan.pdl,
     )  # fmt: skip
-    return y
 
 
 class _Plan:
@@ -151,6 +203,8 @@ class _Plan:
         one_block = min(int(tile["UP_M"]), int(tile["DOWN_M"])) >= T
         self.blocks = 2 if tile["BLOCKS"] == 1 and not one_block else int(tile["BLOCKS"])
         self.mma = int(tile["UP_WARPS"]) < 4
+        whole = F % TILE == 0 and L % TILE == 0 and x.dtype == torch.bfloat16
+        self.ahead = bool(tile["ASYNC"]) and whole and target(x.device) // 10 == 9
         self.pdl = bool(tile["PDL"]) and dependent(x)
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
         self.h_width = self.up_tiles * int(tile["UP_N"])
@@ -250,6 +304,7 @@ def _tile(
     split: int = 1,
     blocks: int = 2,
     narrow: bool = False,
+    ahead: bool = False,
 ) -> Tile:
     """A tile of (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps) of each product."""
     keys = ("M", "N", "K", "STAGES", "WARPS")
@@ -258,7 +313,8 @@ def _tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, PDL=False, ASM=True)
+    how = {"PDL": False, "ASM": True, "ASYNC": ahead}
+    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, **how)
 
 
 _ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
@@ -277,6 +333,7 @@ _MANY = [
     *((size, size) for size in ((16, 64, 128, 4, 4), (32, 64, 128, 3, 4))),
     *((size, size) for size in ((64, 64, 128, 3, 4), (64, 64, 64, 4, 4))),
 ]
+_AHEAD = [(_M64W, _M64W), (_M128W, _M128W), (_M128W, _M64W)]
 
 
 def _tiles(case: Case) -> list[Tile]:
@@ -284,6 +341,7 @@ def _tiles(case: Case) -> list[Tile]:
     few = [_tile(up, down, s) for up, down, s in _FEW]
     late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
     many = [_tile(up, down, narrow=True) for up, down in _MANY]
+    many += [_tile(up, down, narrow=True, ahead=True) for up, down in _AHEAD]
     plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
     if case.F % 128:  # what `_default` takes there
         few += [_tile(_TWO, _TWO, s) for s in (1, 3)] + [_tile(_WIDE, _TWO)]
@@ -368,7 +426,7 @@ def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.
 RUN_EXPERTS_PACKED = KernelSpec(
     terms=lambda case: case.F + case.L,
     op=run_experts_packed,
-    kernels=(_prepare, _packed_up, _packed_down, _packed_combine),
+    kernels=(_prepare, _packed_up, _packed_down, _async_up, _async_down, _packed_combine),
     cases=_cases,
     small=[
         Case(E=11, F=64, L=192, K=4, O=1),

@@ -240,9 +240,11 @@ def _packed_down(
 @triton.jit
 def _packed_combine(
     rows_ptr, y_ptr, L,
-    COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_L: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, L]: the sum of a token's COUNT rows."""
+    """y [T, L]: the sum of a token's COUNT rows; EVEN: BLOCK_L divides L. BLOCK_R = 1: one row
+    after the other, without a sum across warps."""
     pid = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(L, BLOCK_L)
     t = pid // tiles
@@ -250,8 +252,18 @@ def _packed_combine(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # small programs, which leave room at once
     n = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
-    j = tl.arange(0, BLOCK_R)
-    at = rows_ptr + (t * COUNT + j)[:, None] * L + n[None, :]
-    rows = tl.load(at, mask=(j < COUNT)[:, None] & (n < L)[None, :], other=0.0)
-    y = tl.sum(rows.to(tl.float32), 0)
+    at = rows_ptr + t * COUNT * L + n
+    if BLOCK_R == 1:
+        y = tl.zeros((BLOCK_L,), tl.float32)
+        for j in tl.static_range(COUNT):
+            if EVEN:
+                row = tl.load(at + j * L)
+            else:
+                row = tl.load(at + j * L, mask=n < L, other=0.0)
+            y += row.to(tl.float32)
+    else:
+        j = tl.arange(0, BLOCK_R)
+        mask = (j < COUNT)[:, None] & (n < L)[None, :]
+        rows = tl.load(at[None, :] + (j * L)[:, None], mask=mask, other=0.0)
+        y = tl.sum(rows.to(tl.float32), 0)
     tl.store(y_ptr + t * L + n, y.to(y_ptr.dtype.element_ty), mask=n < L)
