@@ -153,4 +153,5 @@ PARTS_MATMUL = KernelSpec(
     ),
     per_token=("x",),
     strided=("x",),
+    arches=(90,),
 )
