@@ -318,7 +318,7 @@ def check_chunks(span: Span) -> None:
 def poison_rings(states: replay.ReplayStates, free: Tensor) -> None:
     """NaN in all entries that are not committed; nonsense in the cursors of free slots."""
     states.counts[:-1][free] = 7
-    committed = torch.arange(states.order.shape[1]) < states.counts[:-1, None]
+    committed = torch.arange(states.order.shape[1]).to(states.counts) < states.counts[:-1, None]
     committed &= ~free[:, None]
     for slot, (order, kept) in enumerate(zip(states.order[:-1], committed)):
         for ring in states.rings:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from nemotriton import LLM, SamplingParams
-from nemotriton.engine.loading import check_invariant, find_grain
+from nemotriton.engine.loading import find_grain
 from nemotriton.errors import UnsupportedError
-from nemotriton.kernels import conv1d_update
 from nemotriton.kernels.fixed_order import DECODE, PREFILL, fixed_order, phase
-from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec
+from nemotriton.kernels.op import SPECS, Case, KernelSpec
 from nemotriton.kernels.ssm_state import STATE_FORMATS
 from nemotriton.model.config import ModelConfig
 from tests import schedules
@@ -100,30 +99,6 @@ def test_outside_the_mode_nothing_changes() -> None:
 
 
 # ------------------------------------------------------------------------------------- the engine
-def test_fp32_is_for_the_cpu() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    with pytest.raises(UnsupportedError, match="use dtype='bfloat16'"):
-        check_invariant(True, torch.float32, gpu)
-    check_invariant(False, torch.float32, gpu)
-    check_invariant(True, torch.float32, cpu)
-    check_invariant(True, torch.bfloat16, gpu)
-
-
-@pytest.mark.parametrize(("dtype", "tiles"), [("bf16", 0), ("fp16", 0), ("fp32", 1)])
-def test_plain_convolutions_of_fp32_take_the_kernel_of_drafts(
-    dtype: str, tiles: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compiler rounds another product in the other kernel, which 16-bit values do not show."""
-    taken: list[str] = []
-    for name, kind in (("launch", "step"), ("launch_tiles", "tiles")):
-        monkeypatch.setattr(conv1d_update, name, lambda *a, _kind=kind, **k: taken.append(_kind))
-    args = schedules.one_token_step(Case(C=16, W=4, N=1), 3, torch.device("cpu"), DTYPES[dtype])
-    for mode in (None, DECODE):
-        with fixed_order(mode):
-            SPECS["causal_conv1d_update"].op.triton(**args)
-    assert taken == ["step", ("step", "tiles")[tiles]]
-
-
 def test_pieces_are_cut_on_the_sequences_own_grid() -> None:
     config = ModelConfig.preset("tiny")  # chunks of 32
     fp32, int8 = STATE_FORMATS["float32"], STATE_FORMATS["int8"]

@@ -271,7 +271,6 @@ def place(
     own = local_expected(weights.expected, last.parts(whole, weights.expected))
     device = find_device(limits.device)
     dtype = find_dtype("dtype", limits.dtype, config.dtype)
-    check_invariant(limits.invariant, dtype, device)
     states = find_state_format(limits.state_dtype, config)
     scheme, act_quant = weights.scheme, weights.act_quant
     kv_dtype = find_kv_dtype(limits.kv_dtype, scheme, config, dtype, device)
@@ -310,15 +309,6 @@ def place(
         *context_notes(limits.max_context, whole),
     )
     return Placed(model, caches, plan, piece, grain, device, dtype, notes)
-
-
-def check_invariant(invariant: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """UnsupportedError for the invariant mode in fp32 on a GPU: not shown to hold there."""
-    require(
-        not invariant or dtype != torch.float32 or device.type != "cuda",
-        "dtype float32 with invariant=True on a GPU: its kernels have not been shown to give the "
-        "same bits however the work is cut; use dtype='bfloat16', or device='cpu'",
-    )
 
 
 def find_grain(

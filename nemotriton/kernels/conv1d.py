@@ -157,7 +157,7 @@ def _causal_conv1d(
     for back in tl.static_range(W):
         u = _inputs(x_ptr, x_stride, window_ptr, row_stride, at, c, inside, owned, kept, W)
         w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
-        acc += u.to(tl.float32) * w.to(tl.float32)[None, :]
+        acc = tl.fma(u.to(tl.float32), w.to(tl.float32)[None, :], acc)
         if back < W - 1:
             if lanes_ptr is not None:
                 lane = lanes_ptr + slot * lane_slot_stride + (W - 2 - back) * lane_row_stride

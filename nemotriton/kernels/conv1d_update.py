@@ -2,10 +2,8 @@
 
 Shapes, dtypes, the formula and the order of sums are those of `causal_conv1d`. A plain decode step
 (one token, the window moves on by it) has a kernel of its own; verify passes, which keep the window
-after every token, and draft trees take a tile a sequence of `conv1d._causal_conv1d`. Of the two
-newest products the compiler rounds one in the former and the other in the latter. 16-bit values
-have products that fp32 holds, so both give the same bits; fp32's differ, and in the invariant mode
-it always takes the latter.
+after every token, and draft trees take a tile a sequence of `conv1d._causal_conv1d`. Both add a tap
+by one explicit fma: left to itself, the compiler rounds another product in each.
 """
 
 import torch
@@ -23,7 +21,7 @@ from nemotriton.kernels.conv1d import (
     windows,
 )
 from nemotriton.kernels.dependent import as_dependent
-from nemotriton.kernels.fixed_order import UNORDERED, phase
+from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, cdiv, launch, next_pow2, op
 
 
@@ -81,11 +79,11 @@ def _conv1d_step(
     w_ptr += c * w_stride
     x = tl.load(x_ptr + token * x_stride + c, mask=moved, other=0.0)
     w = tl.load(w_ptr + (W - 1) * tap_stride, mask=c < C, other=0.0)
-    acc = x.to(tl.float32) * w.to(tl.float32)
+    acc = tl.fma(x.to(tl.float32), w.to(tl.float32), tl.zeros([BLOCK_C], tl.float32))
     for back in tl.static_range(1, W):
         u = tl.load(window + (W - 1 - back) * row_stride, mask=moved, other=0.0)
         w = tl.load(w_ptr + (W - 1 - back) * tap_stride, mask=c < C, other=0.0)
-        acc += u.to(tl.float32) * w.to(tl.float32)
+        acc = tl.fma(u.to(tl.float32), w.to(tl.float32), acc)
     y = finish(acc, b_ptr, c, C, owned).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + token * y_stride + c, y, mask=inside)
     for row in tl.static_range(W - 2):
@@ -127,8 +125,7 @@ def causal_conv1d_update(
     )
     N = next_pow2(max_new)
     tile = CAUSAL_CONV1D_UPDATE.tile(T, x, C=C, W=W, N=N)
-    exact = torch.float32 not in (x.dtype, weight.dtype)  # in bf16 and fp16 products are
-    if max_new == 1 and update_state and lanes is None and (exact or phase() is None):
+    if max_new == 1 and update_state and lanes is None:
         y = torch.empty((T, C), dtype=x.dtype, device=x.device)
         grid = (slots.shape[0] * cdiv(C, int(tile["BLOCK_C"])),)
         strides = (x.stride(0), y.stride(0), *weight.stride(), *state.stride()[:2])

@@ -331,7 +331,7 @@ def use_tile(name: str, tile: Tile) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------- launch
-_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:

@@ -94,7 +94,9 @@ def scores(B, C):
 def read_state(h, C, high, low):
     """high + low + h C^T [P, T], in two parts, for a stored state h [P, N] and C [T, N].
 
-    Each part adds up its own terms, so that columns may come a few blocks at a time."""
+    Each part adds up its own terms, so that columns may come a few blocks at a time; `joined` makes
+    one number of them. States of bf16 and of codes of a byte, and all where C is fp32, have no low
+    part."""
     if C.dtype == tl.bfloat16:
         C = tl.trans(C)
         if h.dtype == tl.bfloat16 or h.dtype == tl.int8:
@@ -108,3 +110,20 @@ def read_state(h, C, high, low):
         wide = tl.trans(C.to(tl.float32))
         high = tl.dot(h.to(tl.float32), wide, acc=high, input_precision="tf32x3")
     return high, low
+
+
+@triton.jit
+def joined(high, low, scale, state, C_ptr):
+    """What both parts of `read_state` come to, in fp32; state: (its pointer, that of its scales).
+
+    Not by a plain sum: of that and a product right before it the compiler makes one product that
+    starts from the other part, which adds in another order."""
+    state_ptr, scales_ptr = state
+    ONE: tl.constexpr = state_ptr.dtype.element_ty == tl.bfloat16
+    BYTE: tl.constexpr = state_ptr.dtype.element_ty == tl.int8
+    product = high
+    if C_ptr.dtype.element_ty == tl.bfloat16 and not (ONE or BYTE):
+        product = tl.fma(high, 1.0, low)
+    if scales_ptr is not None:
+        product *= scale[:, None]
+    return product

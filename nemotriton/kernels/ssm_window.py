@@ -6,8 +6,8 @@ Tokens [T] are columns and stand at places of the window. Products over it are s
 tensor cores, see `ssm_products.py`, so a few tokens cost what one costs. Entry j of a window has
 the same place in every sum, whether it comes from the ring or is new, and a token sees itself and
 what lies before it, so the formula gives neither how tokens are cut into calls, nor their number,
-nor the tile a way to change a bit (compiled, this is unproven: see `ssm_replay`). What a token's
-entry holds, a NaN say, is nowhere in the sums of the tokens before it.
+nor the tile a way to change a bit; `tests/test_replay_offline.py` watches what the compiler makes
+of it. What a token's entry holds, a NaN say, is nowhere in the sums of the tokens before it.
 
 Of a tensor `foo`, foo_t is the stride of tokens, foo_h of heads, foo_g of groups, foo_slot of
 slots. A pad (slot -1) reads nothing and writes zeros to y. No entry of a ring is read and written
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.kernels.ssm_products import (
+    joined,
     k_order,
     load_rows,
     read_state,
@@ -127,6 +128,18 @@ def _keep(ptr, at, values, c, wanted, WIDTH: tl.constexpr):
     tl.store(ptr + at[:, None] * WIDTH + c[None, :], values, mask=mask)
 
 
+@triton.jit
+def _keep_steps(
+    ring, at, step, row, new, B_ptr, B_t, one_tile, one_head, N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write step sizes and B of new entries, of which one program has those of a head, a group."""
+    tl.store(ring[1] + at, step, mask=new & one_tile)
+    if one_head:
+        n = tl.arange(0, BLOCK_N)
+        _keep(ring[2], at, _rows(B_ptr, row, B_t, n, new, N), n, new, N)
+
+
 # ----------------------------------------------------------------------------- states and outputs
 @triton.jit
 def _decay(step, A):
@@ -167,14 +180,11 @@ def _fold(
 
 
 @triton.jit
-def _read(h, scale, scales_ptr, C):
+def _read(h, scale, state, C, C_ptr):
     """h C^T [P, T] of a stored state in the order of products, C [T, N] alike."""
     zero = tl.zeros([h.shape[0], C.shape[0]], tl.float32)
     high, low = read_state(h, C, zero, zero)
-    product = high + low
-    if scales_ptr is not None:
-        product *= scale[:, None]
-    return product
+    return joined(high, low, scale, state, C_ptr)
 
 
 @triton.jit
@@ -273,6 +283,7 @@ def _behind_ring(
 ):  # fmt: skip
     """Columns n of a stored state (h, scale), or what would be stored behind the ring's first L
     entries where it has so many."""
+    loaded = h
     if held >= L:
         x_ring, dt_ring, B_ring = ring
         j = tl.arange(0, L)
@@ -280,21 +291,37 @@ def _behind_ring(
         inflow, left = _inflow(tl.load(dt_ring + at), A)
         x, B = _rows(x_ring, at, P, p, j >= 0, P), _rows(B_ring, at, N, n, j >= 0, N)
         h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
+    if loaded.dtype == tl.int8:
+        # the compiler orders a product's terms by the width of what its operands were loaded as
+        h = tl.where(held >= L, h, loaded)
     return h, scale
 
 
 @triton.jit
-def _head(
-    head, group, slot, start, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring, B_ring,
+def _program(A_ptr, D_ptr, bias_ptr, H, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Sequence, head and first row within it that the program is for; A, D and bias of the head."""
+    pid = tl.program_id(0).to(tl.int64)
+    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    p0, head, s = (pid % tiles * BLOCK_P).to(tl.int32), pid // tiles % H, pid // tiles // H
+    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
+    return s, head, p0, A, D, tl.load(bias_ptr + head).to(tl.float32)
+
+
+@triton.jit
+def _begin(
+    s, head, group, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring, B_ring,
+    seeds_ptr, lengths_idx, cu_idx, slots_idx, counts_idx,
     x_t, x_h, dt_t, B_t, B_g, C_t, C_g, x_slot, dt_slot, B_slot,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A sequence's part of the rings, and of x, dt, B and C."""
+    """What `_sequence` returns, and a sequence's part of the rings and of x, dt, B and C."""
+    found = _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr, lengths_idx)
+    start, _, slot, _, _, _ = found
     x_ptr, dt_ptr = x_ptr + start * x_t + head * x_h, dt_ptr + start * dt_t + head
     B_ptr, C_ptr = B_ptr + start * B_t + group * B_g, C_ptr + start * C_t + group * C_g
     x_ring, dt_ring = x_ring + slot * x_slot + head * R * P, dt_ring + slot * dt_slot + head * R
     B_ring += slot * B_slot + group * R * N
-    return (x_ring, dt_ring, B_ring), (x_ptr, dt_ptr, B_ptr, C_ptr)
+    return found, (x_ring, dt_ring, B_ring), (x_ptr, dt_ptr, B_ptr, C_ptr)
 
 
 @triton.jit
@@ -311,9 +338,10 @@ def _read_border(
     FEW: tl.constexpr = 4 if state[0].dtype.element_ty == tl.float32 else 2
     PARTS: tl.constexpr = 1 if WHOLE or x.dtype != tl.bfloat16 else FEW
     COLUMNS: tl.constexpr = BLOCK_N // PARTS
-    row, old, new, _ = entries
+    row, old, new = entries
     high = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
     low = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
+    scale = _scale(state[1], p, on & (p < P))
     for part in range(PARTS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
         h, scale = _stored(state, p, n, on, P, N)
@@ -329,6 +357,4 @@ def _read_border(
             N == BLOCK_N,
         )  # fmt: skip
         high, low = read_state(k_order(h, state[0]), C, high, low)
-        if state[1] is not None:  # then there is one part
-            high *= scale[:, None]
-    return high + low
+    return joined(high, low, scale, state, B_ptr)  # with scales there is one part

@@ -20,7 +20,7 @@ class Requests:
         self.where = where
         T = 64
         wide = torch.randn(S, T, H * P + 2 * G * N + H, generator=g, device=where).bfloat16()
-        self.rows = wide.split([H * P, G * N, G * N, H], dim=2)
+        self.rows = list(wide.split([H * P, G * N, G * N, H], dim=2))
         self.head = (
             -1 - 15 * torch.rand(H, generator=g, device=where),
             torch.randn(H, generator=g, device=where),
@@ -36,7 +36,13 @@ class Requests:
         ]
         self.order = torch.arange(self.R, dtype=torch.int32, device=where).repeat(S, 1)
 
-    def feed(self, count: int, update: bool = True, spoilt: int | None = None) -> torch.Tensor:
+    def feed(
+        self,
+        count: int,
+        update: bool = True,
+        spoilt: int | None = None,
+        parents: list[int] | None = None,
+    ) -> torch.Tensor:
         """y [S, count, H, P] of the next tokens; row `spoilt` of them is not finite."""
         x, B, C, dt = (r[:, self.done : self.done + count].flatten(0, 1) for r in self.rows)
         if spoilt is not None:
@@ -57,6 +63,8 @@ class Requests:
             seeds = torch.arange(S, device=self.where) + 7
             lengths = torch.full((S,), self.done + count, dtype=torch.int32, device=self.where)
             args["noise"] = StateNoise(seeds, lengths, 3)
+        if parents is not None:
+            args["parents"] = torch.tensor(parents * S, dtype=torch.int32, device=self.where)
         y = ssm_replay.triton(**args)
         if update:
             drop = 16 if self.held >= 16 else 0
@@ -78,7 +86,8 @@ def test_how_tokens_are_cut_into_calls_changes_no_bit(name: str, cuda: torch.dev
     want = torch.cat([one.feed(1) for _ in range(41)], 1)
     other, got = Requests(name, cuda, 7), []
     for count in (1, 7, 4, 7, 2, 7, 6, 7):
-        other.feed(4, update=False)
+        ahead = min(4, 41 - other.done)
+        same(other.feed(ahead, update=False), want[:, other.done : other.done + ahead])
         got.append(other.feed(count))
     same(torch.cat(got, 1), want)
     assert torch.equal(other.state, one.state)
@@ -95,6 +104,26 @@ def test_neither_the_tile_nor_more_rows_change_a_bit(name: str, cuda: torch.devi
             other = Requests(name, cuda, 12)
             for n, y in zip((9, 12, 3), wanted):
                 same(other.feed(n), y)
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("name", STATE_FORMATS)
+def test_a_token_of_a_tree_has_the_bits_of_its_path(
+    name: str, update: bool, cuda: torch.device
+) -> None:
+    """Row 2 is not on the way to the rows below 1, which are those of a chain."""
+    parents, path = [-1, 0, 0, 1, 3, 2, 4], [0, 1, 3, 4, 6]
+    for held in (0, 9, 12, 13, 15):
+        chain, tree = Requests(name, cuda, 7), Requests(name, cuda, 7)
+        for world in (chain, tree):
+            for n in [7] * (held // 7) + [held % 7] * (held % 7 > 0):
+                world.feed(n)
+        rows = chain.rows
+        chain.rows = [r.clone() for r in rows]
+        for r, all_rows in zip(chain.rows, rows):
+            r[:, held : held + 5] = all_rows[:, [held + i for i in path]]
+        got = tree.feed(7, update, parents=parents)
+        same(got[:, path], chain.feed(5, update))
 
 
 @pytest.mark.parametrize("held", [0, 9, 13])
