@@ -49,6 +49,26 @@ def test_schedules_change_no_bit(dtype: str, quant: str) -> None:
     assert preemptions > 0
 
 
+@pytest.mark.usefixtures("raw_logits")
+@pytest.mark.parametrize("state_dtype", ["float16-sr", "int8"])
+def test_rounded_states_hang_on_the_size_of_pieces_and_on_nothing_else(state_dtype: str) -> None:
+    """A state is rounded where a piece ends, so other pieces give longer prompts other bits: the
+    schedules that must agree have one `prefill_piece`."""
+    wanted = schedules.wishes(6, seed=1, vocab=512, longest=130, tokens=4)
+    sizes = SIZES | {"dtype": "float32", "state_dtype": state_dtype, "prefill_piece": 64}
+    with LLM.synthetic("tiny", max_requests=1, **sizes) as llm:
+        want = schedules.alone(llm, wanted)
+    with LLM.synthetic("tiny", max_requests=3, drafts=2, **sizes) as llm:
+        found = schedules.run(llm, wanted, schedules.chance(llm, want, seed=3))
+    schedules.check(found, want, wanted)
+    with LLM.synthetic("tiny", max_requests=1, **sizes | {"prefill_piece": 32}) as llm:
+        other = schedules.alone(llm, wanted)
+    lengths = [len(w.prompt) for w in wanted]
+    same = [torch.equal(a.rows[0], b.rows[0]) for a, b in zip(other, want, strict=True)]
+    assert same == [n <= 32 for n in lengths], lengths
+    assert not all(same)
+
+
 # ------------------------------------------------------------------------------------- the choice
 PRESETS = ("super-120b", "nano-30b", "h-8b", "tiny")
 BLIND = ("NEW", "TREE", "new", "tree")  # how rows fall to sequences

@@ -16,9 +16,10 @@ recorded. Compiled kernels are kept by Triton's own cache on disk, across proces
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +31,7 @@ from nemotriton.engine.sampler import is_plain
 from nemotriton.engine.static_step import StaticStep, StepMemory
 from nemotriton.engine.step_inputs import StepInputs, StepShape
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import rehearsed
 from nemotriton.kernels.op import compiled_variants, tile_lookups
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class CudaGraphs(Direct):
     def record(self, work: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self.stream):
+        with _nothing_collected(), torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -131,6 +133,19 @@ class CudaGraphs(Direct):
             graph.replay()
 
         return replay
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Inside the block Python's collector does not run: in a thread that captures, to destroy a
+    graph (one of a model that nobody holds any more) is an error that ends the capture."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def find_capture(
@@ -232,6 +247,7 @@ class DecodeSteps:
         """
         start = time.perf_counter()
         shapes = self.shapes
+        gc.collect()  # graphs of an earlier model, whose memory can be had again
         try:
             self._launch(self._step(shapes[-1]))  # makes what others start from
             for i, shape in enumerate(shapes):
@@ -249,18 +265,20 @@ class DecodeSteps:
         step = self._step(shape)
         if shape.keys == self.keys[-1]:  # other limits launch the same kernels
             self._launch(step)
-        free = self._free()
+        held = self._held()
         carry = self._carry(shape)  # a single launch where there are no drafts
         self._carries[shape] = self.capture.record(carry) if shape.drafts else carry
         self._parts[shape] = [(name, self.capture.record(work)) for name, work in step.parts()]
-        self.bytes += max(free - self._free(), 0)
+        self.bytes += self._held() - held
 
     def _launch(self, step: StaticStep) -> None:
         """Run a step of pads, so that all it needs is compiled, loaded and made."""
-        self.inputs.clear(step.shape)
-        self._carry(step.shape)()
-        for _, work in step.parts():
-            work()
+        recorded = isinstance(self.capture, CudaGraphs)
+        with rehearsed() if recorded else contextlib.nullcontext():
+            self.inputs.clear(step.shape)
+            self._carry(step.shape)()
+            for _, work in step.parts():
+                work()
 
     def _carry(self, shape: StepShape) -> Replay:
         return lambda: self.inputs.carry(shape, self.memory.found, self.memory.last)
@@ -284,8 +302,15 @@ class DecodeSteps:
         self._parts = {shape: self._step(shape).parts() for shape in shapes}
         self._carries = {shape: self._carry(shape) for shape in shapes}
 
-    def _free(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+    def _held(self) -> int:
+        """Device bytes that this process's tensors and pools hold; others' on the card are not in
+        it, nor is what the driver keeps for a graph."""
+        return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """Let the graphs go; no step follows."""
+        self._parts.clear()
+        self._carries.clear()
 
     # ---- steps --------------------------------------------------------------------------------
 

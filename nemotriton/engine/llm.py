@@ -60,8 +60,7 @@ class LLM:
     model: directory, Hugging Face id, or None for the model inside the package. dtype: of weights
     and activations. state_dtype: of recurrent states, "float32", "bfloat16", "float16",
     "float16-sr" (stochastic rounding), "int16" or "int8" (an fp32 scale a row); None for either is
-    the checkpoint's. kv_dtype: of keys and
-    values, "bf16" (as activations), "fp8", or None or "auto" for what the checkpoint was made for.
+    the checkpoint's. kv_dtype: "bf16" (as activations), "fp8", or "auto" (None): the checkpoint's.
     act_quant: quantise activations where the checkpoint was made for it, see `notes`. device: None
     is a GPU if there is one. max_context: tokens of prompt and completion; max_requests: run at the
     same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
@@ -372,6 +371,7 @@ class LLM:
             if engine is not None:
                 with contextlib.suppress(RankError), self._guard():
                     engine.settle()
+                engine.runner.close()
         finally:
             engine = None
             if self._team is not None:

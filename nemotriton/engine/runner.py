@@ -146,6 +146,11 @@ class Runner:
         )
         return self.steps
 
+    def close(self) -> None:
+        """Let recorded steps go; nothing runs after."""
+        if self.steps is not None:
+            self.steps.close()
+
     @torch.no_grad()
     def run(self, step: Step) -> list[Result]:
         """The step's pieces, each with its new tokens; None where the model gave no usable logits.

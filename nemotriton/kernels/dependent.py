@@ -41,6 +41,7 @@ _ALLOWED: ContextVar[bool] = ContextVar(
     "dependent launches", default=os.environ.get("NEMOTRITON_PDL", "1") != "0"
 )
 _FORKED: ContextVar[bool] = ContextVar("forks while capturing", default=True)
+_REHEARSED: ContextVar[bool] = ContextVar("launches of a capture to come", default=False)
 
 
 def dependent(where: torch.Tensor) -> bool:
@@ -78,6 +79,17 @@ def forked(wanted: bool) -> Iterator[None]:
         _FORKED.reset(token)
 
 
+@contextlib.contextmanager
+def rehearsed() -> Iterator[None]:
+    """Inside the block `side_by_side` launches the kernels that it would while a graph is captured,
+    so that none is compiled, loaded or tuned for the first time there."""
+    token = _REHEARSED.set(True)
+    try:
+        yield
+    finally:
+        _REHEARSED.reset(token)
+
+
 Work = Callable[[], torch.Tensor]
 
 
@@ -90,8 +102,9 @@ def side_by_side(where: torch.Tensor) -> Iterator[Callable[[Work], Work]]:
 
     Elsewhere `work` is done at once. On the second stream launches are plain: programs that wait
     there would take the room of those that work on the first."""
-    if not (_FORKED.get() and where.is_cuda and torch.cuda.is_current_stream_capturing()):
-        yield _at_once
+    forks = _FORKED.get() and where.is_cuda
+    if not (forks and torch.cuda.is_current_stream_capturing()):
+        yield _as_there if forks and _REHEARSED.get() else _at_once
         return
     first, second = torch.cuda.current_stream(where.device), _second_stream(where.device)
 
@@ -113,6 +126,11 @@ def side_by_side(where: torch.Tensor) -> Iterator[Callable[[Work], Work]]:
 def _at_once(work: Work) -> Work:
     result = work()
     return lambda: result
+
+
+def _as_there(work: Work) -> Work:
+    with independent():
+        return _at_once(work)
 
 
 @functools.cache

@@ -70,27 +70,27 @@ def test_the_same_tokens_with_drafts(rollback: str) -> None:
     assert found[0] == found[1]
 
 
-def test_the_device_starts_the_next_step_by_itself() -> None:
+def test_the_device_starts_the_next_step_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the host reads a step's tokens, the next one has been queued: with a host that sleeps
     before it reads, two steps take no longer than they need."""
     with LLM.synthetic("tiny", device="cuda", max_context=512, max_requests=1) as llm:
         llm.engine.submit(llm.engine.prepare(PROMPTS[1], SamplingParams(max_tokens=40)))
         for _ in range(4):
             llm.step()
-        runner = llm.runner
-        own = runner.read
+        engine, own = llm.engine, llm.runner.read
         done: list[bool] = []
 
         def late(step: Step, flight: Flight) -> Any:
             torch.cuda.synchronize()
-            ahead = llm.engine._ahead
+            ahead = engine._ahead
             assert ahead is not None
             done.append(ahead[1].mark.query())
             return own(step, flight)
 
-        runner.read = late  # type: ignore[method-assign]
-        for _ in range(8):
-            llm.step()
+        with monkeypatch.context() as patch:  # not beyond: `close` reads the last one
+            patch.setattr(llm.runner, "read", late)
+            for _ in range(8):
+                llm.step()
         assert done == [True] * 8
-        assert isinstance(llm.engine._ahead, tuple)
-        assert isinstance(llm.engine._ahead[0], Step)
+        assert isinstance(engine._ahead, tuple)
+        assert isinstance(engine._ahead[0], Step)
