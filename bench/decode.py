@@ -22,6 +22,7 @@ from bench.cli import Out, application, need_gpu, run
 from bench.cost import Load, Part
 from bench.models import (
     Acceptance,
+    ActQuantFp8,
     Invariant,
     KvDtype,
     Layers,
@@ -158,13 +159,14 @@ def main(
     rate: Annotated[float | None, typer.Option(help="TB/s; default: measured here.")] = None,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs.")] = True,
     invariant: Invariant = False,
+    act_quant_fp8: ActQuantFp8 = False,
     out: Out = None,
 ) -> None:
     """The card, then measured steps; without a GPU the card alone, at --rate or 4.28 TB/s."""
     if not synthetic:
         raise typer.BadParameter("only random weights are measured: add --synthetic")
     how = (acceptance, state_dtype, kv_dtype, rollback)
-    setup = Setup(model, quant, layers, *how, invariant=invariant)
+    setup = Setup(model, quant, layers, *how, invariant=invariant, act_quant_fp8=act_quant_fp8)
     on_gpu = torch.cuda.is_available()
     facts = facts_here(rate) if on_gpu else None
     copy = facts.ceilings.copy_gbs if facts is not None else 1e3 * (rate or 4.28)

@@ -17,6 +17,7 @@ from bench.cli import Out, application, need_gpu, run
 from bench.cost import Load, Rates
 from bench.load import Traffic
 from bench.models import (
+    ActQuantFp8,
     KvDtype,
     Layers,
     Model,
@@ -98,6 +99,7 @@ def main(
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
+    act_quant_fp8: ActQuantFp8 = False,
     out: Out = None,
 ) -> None:
     """Decode steps, prompts and loads."""
@@ -109,7 +111,8 @@ def main(
     sizes = [numbers(batch) if batch else [], numbers(tokens) if tokens else []]
     for k in numbers(drafts):
         share = acceptance if k else None
-        setup = Setup(model, quant, layers, share, state_dtype, kv_dtype)
+        how = (share, state_dtype, kv_dtype)
+        setup = Setup(model, quant, layers, *how, act_quant_fp8=act_quant_fp8)
         for row in measure(setup, k, *sizes, wanted, count, piece, facts, rates):
             rows.append(row, out)
 

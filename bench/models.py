@@ -21,6 +21,7 @@ from nemotriton.autotune.timing import CudaStopwatch, race
 from nemotriton.autotune.trial import Facts
 from nemotriton.device import info
 from nemotriton.engine.loading import Weights, random_weights
+from nemotriton.model.formats import ActQuant
 
 Model = Annotated[str, typer.Argument(help="preset:NAME, or a directory's config.json.")]
 Synthetic = Annotated[bool, typer.Option("--synthetic", help="Random weights; there is no other.")]
@@ -32,6 +33,7 @@ Acceptance = Annotated[
 StateDtype = Annotated[str | None, typer.Option(help="As in generate.")]
 KvDtype = Annotated[str | None, typer.Option(help="As in generate.")]
 Rollback = Annotated[str | None, typer.Option(help="As in generate.")]
+ActQuantFp8 = Annotated[bool, typer.Option("--act-quant-fp8", help="As in generate.")]
 Invariant = Annotated[bool, typer.Option("--invariant", help="As in generate.")]
 
 
@@ -48,9 +50,16 @@ class Setup:
     rollback: str | None = None
     device: str | None = None
     invariant: bool = False
+    act_quant_fp8: bool = False
 
     def weights(self, drafts: int) -> Weights:
-        return random_weights(self.model, 0, self.layers, None, self.quant, False, drafts > 0)
+        how = (self.layers, None, self.quant, self.act_quant)
+        return random_weights(self.model, 0, *how, drafts > 0)
+
+    @property
+    def act_quant(self) -> ActQuant:
+        """Of `LLM`."""
+        return "fp8" if self.act_quant_fp8 else False
 
     def words(self) -> str:
         """The options that say all of this again."""
@@ -63,7 +72,8 @@ class Setup:
             "rollback": self.rollback,
         }
         given = [f" --{name} {value}" for name, value in named.items() if value is not None]
-        return f"{self.model} --synthetic" + "".join(given) + " --invariant" * self.invariant
+        flags = " --invariant" * self.invariant + " --act-quant-fp8" * self.act_quant_fp8
+        return f"{self.model} --synthetic" + "".join(given) + flags
 
     def options(self, requests: int, context: int, piece: int) -> dict[str, Any]:
         """What `LLM.synthetic` takes to make this model, for so much work."""
@@ -80,6 +90,7 @@ class Setup:
             "rollback": self.rollback,
             "device": self.device,
             "invariant": self.invariant,
+            "act_quant": self.act_quant,
         }
 
     @contextlib.contextmanager
@@ -127,7 +138,10 @@ class Running:
     def row(self, suite: str, tokens: int, command: str, **case: Any) -> Row:
         """A row without numbers, of this model in its formats, here and now."""
         name, quant = self.weights.config.name, self.setup.quant
-        row = blank(suite, name, quant, tokens, command, **case | formats(self.llm))
+        case |= formats(self.llm)
+        if self.setup.act_quant_fp8:
+            case["activations"] = "fp8"
+        row = blank(suite, name, quant, tokens, command, **case)
         row |= rows.environment(self.facts)
         if self.rates is not None:
             row["ceilings"] |= {"fp8_tflops": self.rates.fp8_tflops}

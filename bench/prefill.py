@@ -19,6 +19,7 @@ from bench import cost, rows, steps
 from bench.cli import Out, application, need_gpu, run
 from bench.cost import Load, Part, Rates
 from bench.models import (
+    ActQuantFp8,
     Invariant,
     KvDtype,
     Layers,
@@ -167,6 +168,7 @@ def main(
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
     invariant: Invariant = False,
+    act_quant_fp8: ActQuantFp8 = False,
     out: Out = None,
 ) -> None:
     """Time from a prompt's submission to its first token, against the floor."""
@@ -174,7 +176,7 @@ def main(
         raise typer.BadParameter("only random weights are measured: add --synthetic")
     need_gpu()
     how = (None, state_dtype, kv_dtype)
-    setup = Setup(model, quant, layers, *how, invariant=invariant)
+    setup = Setup(model, quant, layers, *how, invariant=invariant, act_quant_fp8=act_quant_fp8)
     facts = facts_here()
     rates = rates_here(facts)
     for row in measure(setup, numbers(tokens), facts, rates, piece, repeat):

@@ -27,6 +27,7 @@ def invoke(*args: str, stdin: bytes | None = None) -> tuple[int, str, str]:
     [
         (["--temprature", "1"], ["--temprature", "--temperature"]),
         (["-p", "a", "--max-tokens", "many"], ["--max-tokens", "valid integer"]),
+        (["-p", "a", "--act-quant", "--act-quant-fp8"], ["--act-quant-fp8", "give one"]),
         (["-p"], ["-p", "requires an argument"]),
         (["one", "two", "-p", "a"], ["unexpected extra argument", "two"]),
         (["-p", "a", "--memory", "1.5"], ["--memory 1.5", "(0, 1]"]),

@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from nemotriton.engine.llm import LLM, SamplingParams
 from nemotriton.engine.loading import Limits, place, random_weights
-from nemotriton.errors import CheckpointError
+from nemotriton.errors import CheckpointError, ConfigError
 from nemotriton.generate.__main__ import app
+from nemotriton.kernels import route_experts
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected
 from nemotriton.model.formats import Algorithm, Format, QuantScheme
-from nemotriton.model.layers import Matrix
+from nemotriton.model.layers import Experts, Linear, Matrix
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.release_schemes import release_scheme
@@ -91,6 +92,12 @@ def test_what_runs_in_which_format_is_said(paths: dict[str, Any]) -> None:
     said = notes("super-mixed", act_quant=True)
     assert "8 NVFP4 matrices run as w4a4, emulated" in said
     assert "6 FP8 matrices run as w8a8" in said
+    said = notes("super-mixed", act_quant="fp8")
+    assert "8 NVFP4 matrices run as w4a16" in said
+    assert (
+        "6 FP8 matrices run as w8a8: activations are rounded to FP8 by their input scales" in said
+    )
+    assert "have none" not in said
     for act_quant in (False, True):
         said = notes("weight only", act_quant=act_quant)
         assert "W4A16_NVFP4 matrices run as w4a16, as they are labelled" in said
@@ -171,6 +178,56 @@ def test_quantised_activations_as_sqnr(paths: dict[str, Any]) -> None:
     assert 8 < noise["all nvfp4"] < 20
     assert noise["all nvfp4"] + 8 < noise["all fp8"] < 35
     assert noise["weight only"] == float("inf"), "labelled W4A16: activations stay"
+
+
+def test_activations_at_fp8_matrices_alone(paths: dict[str, Any]) -> None:
+    """act_quant="fp8": NVFP4 matrices give the bits of act_quant=False, FP8 ones those of True."""
+    path, _ = paths["super-mixed"]
+    products: dict[Any, dict[str, torch.Tensor]] = {}
+    for act_quant in (False, True, "fp8"):
+        with LLM(path, dtype="float32", act_quant=act_quant, **LIMITS) as llm:
+            modules = dict(llm.runner.model.named_modules())
+        found = products.setdefault(act_quant, {})
+        for name, module in modules.items():
+            if isinstance(module, Linear) and module.storage is not Format.BF16:
+                columns = module.weight.shape[1] * (2 if module.storage is Format.NVFP4 else 1)
+                x = torch.randn(5, columns, generator=torch.Generator().manual_seed(1))
+                found[f"{module.storage} {name}"] = module(x)
+            elif isinstance(module, Experts):
+                experts, _, half = module.up_proj.weight.shape
+                rng = torch.Generator().manual_seed(1)
+                x, logits = (torch.randn(5, n, generator=rng) for n in (2 * half, experts))
+                routing = route_experts(logits, None, 2, 1, 1, True, 1.0)
+                found[f"{module.up_proj.storage} {name}"] = module(x, routing)
+    assert {name.split()[0] for name in products["fp8"]} == {"fp8", "nvfp4"}
+    for name, y in products["fp8"].items():
+        same, other = (True, False) if name.startswith("fp8") else (False, True)
+        assert torch.equal(y, products[same][name]), name
+        assert not torch.equal(y, products[other][name]), name
+    mixed = {}
+    for act_quant in (False, True, "fp8"):
+        with LLM(path, dtype="float32", act_quant=act_quant, **LIMITS) as llm:
+            mixed[act_quant] = harness.run(llm.runner.model, IDS)[0]
+    assert not torch.equal(mixed["fp8"], mixed[False])
+    assert sqnr(mixed["fp8"], mixed[False]) > sqnr(mixed[True], mixed[False])
+
+
+def test_an_fp8_matrix_without_input_scale_stays_w8a16(
+    paths: dict[str, Any], tmp_path: Path
+) -> None:
+    path, _ = paths["super-mixed"]
+    name = "backbone.layers.0.mixer.in_proj.input_scale"
+    assert name in load_file(path / "model.safetensors")
+    other = rewritten(path, tmp_path / "m", lambda t: {k: v for k, v in t.items() if k != name})
+    with LLM(other, act_quant="fp8", **LIMITS) as llm:
+        assert any("1 have none and run as w8a16" in note for note in llm.notes)
+        layer = llm.runner.model.layers[0].mixer
+        assert not layer.in_proj.quantises
+        assert layer.out_proj.quantises
+    with pytest.raises(CheckpointError, match="input_scale"):
+        LLM(other, act_quant=True, **LIMITS)
+    with pytest.raises(ConfigError, match="act_quant='int8': use False, True"):
+        LLM(path, act_quant="int8", **LIMITS)
 
 
 def test_input_scales_are_those_of_the_file(paths: dict[str, Any], tmp_path: Path) -> None:

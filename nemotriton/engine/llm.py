@@ -43,6 +43,7 @@ from nemotriton.engine.team import open_team
 from nemotriton.errors import RankError, RequestError, require
 from nemotriton.kernels.fixed_order import DECODE, fixed_order
 from nemotriton.kernels.op import use
+from nemotriton.model.formats import ActQuant
 from nemotriton.text.chat import ChatPrompt, chat_prompt
 from nemotriton.text.generation_config import GenerationConfig
 from nemotriton.text.tokens import load_tokenizer
@@ -61,19 +62,19 @@ class LLM:
     and activations. state_dtype: of recurrent states, "float32", "bfloat16", "float16",
     "float16-sr" (stochastic rounding), "int16" or "int8" (an fp32 scale a row); None for either is
     the checkpoint's. kv_dtype: "bf16" (as activations), "fp8", or "auto" (None): the checkpoint's.
-    act_quant: quantise activations where the checkpoint was made for it, see `notes`. device: None
-    is a GPU if there is one. max_context: tokens of prompt and completion; max_requests: run at the
-    same time (None: what memory allows, see `plan`). prefill_piece: prompt tokens a step. memory:
-    share of the free memory to plan with. drafts: most tokens that the checkpoint's MTP block
-    guesses a step, or tree: their shape, see `DraftShape.parse`; adapt_drafts: fewer where they do
-    not pay. rollback: how states forget rejected drafts, "lanes", "replay", or None or "auto",
-    see `find_rollback`. graphs: record decode steps as CUDA graphs; None where there is a GPU.
-    tp, ep: number of GPUs, tp * ep, see `model.parallel`; all but the first are run by processes
-    that this one starts, or that torchrun has started: those end here, with the first.
-    seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op. invariant: a
-    token's bits depend on its sequence alone, see `kernels.fixed_order`. progress: called with
-    (bytes done, bytes in all, tensor) while weights load. recording: called with (shapes done, in
-    all, what) while decode steps are recorded.
+    act_quant: quantise activations where the checkpoint was made for it, or "fp8": at its FP8
+    matrices, see `notes`. device: None is a GPU if there is one. max_context: tokens of prompt and
+    completion; max_requests: run at the same time (None: what memory allows, see `plan`).
+    prefill_piece: prompt tokens a step. memory: share of the free memory to plan with. drafts: most
+    tokens that the checkpoint's MTP block guesses a step, or tree: their shape, see
+    `DraftShape.parse`; adapt_drafts: fewer where they do not pay. rollback: how states forget
+    rejected drafts, "lanes", "replay", or None or "auto", see `find_rollback`. graphs: record
+    decode steps as CUDA graphs; None where there is a GPU. tp, ep: number of GPUs, tp * ep, see
+    `model.parallel`; all but the first are run by processes that this one, or torchrun, has
+    started: those end here, with the first. seed: for requests that have none. impl: "ref" or
+    "triton" for all ops, or by op. invariant: a token's bits depend on its sequence alone, see
+    `kernels.fixed_order`. progress: called with (bytes done, bytes in all, tensor) while weights
+    load. recording: with (shapes done, in all, what) as steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
@@ -98,7 +99,7 @@ class LLM:
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
         rollback: str | None = None,
-        act_quant: bool = False,
+        act_quant: ActQuant = False,
         revision: str | None = None,
         offline: bool = False,
         tp: int = 1,
@@ -140,7 +141,7 @@ class LLM:
         state_dtype: Dtype = None,
         kv_dtype: str | None = None,
         rollback: str | None = None,
-        act_quant: bool = False,
+        act_quant: ActQuant = False,
         tp: int = 1,
         ep: int = 1,
         progress: Progress | None = None,

@@ -32,7 +32,7 @@ from nemotriton.kernels import StateFormat
 from nemotriton.model import checkpoint, synth
 from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.expected import Expected, expected
-from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.formats import UNQUANTISED, ActQuant, QuantScheme
 from nemotriton.model.load_plan import LoadPlan
 from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.packing import padding_bytes, widened_bytes
@@ -53,7 +53,7 @@ class Weights:
     """A model's weights before they are anywhere: what they are, and how to place them.
 
     place(model, progress): writes them into the model's own tensors. directory: where tokenizer
-    files may be, None for a preset. scheme: the formats of `expected`; act_quant: whether
+    files may be, None for a preset. scheme: the formats of `expected`; act_quant: where
     activations are quantised too. mark: tells other weights of the same shapes apart.
     """
 
@@ -63,15 +63,19 @@ class Weights:
     place: Callable[[NemotronH, Progress | None], None]
     notes: tuple[str, ...] = ()
     scheme: QuantScheme = UNQUANTISED
-    act_quant: bool = False
+    act_quant: ActQuant = False
     mark: str = ""
+
+    def __post_init__(self) -> None:
+        known = self.act_quant in (False, True, "fp8")
+        require(known, f'act_quant={self.act_quant!r}: use False, True or "fp8"', ConfigError)
 
 
 def stored_weights(
     model: str | Path,
     revision: str | None,
     offline: bool,
-    act_quant: bool = False,
+    act_quant: ActQuant = False,
     drafting: bool = False,
 ) -> Weights:
     """Weights of a checkpoint directory, Hugging Face id or "preset:tiny", the model inside the
@@ -113,7 +117,7 @@ def random_weights(
     layers: int | None = None,
     width_scale: float | None = None,
     quant: str = "bf16",
-    act_quant: bool = False,
+    act_quant: ActQuant = False,
     drafting: bool = False,
 ) -> Weights:
     """Seeded random weights of a preset, or of a directory's config.json, whole or cut down.
@@ -149,7 +153,7 @@ def random_weights(
     return Weights(config, directory, wanted, place, (), scheme, act_quant, f"seed {seed}")
 
 
-def embedded_weights(act_quant: bool = False, drafting: bool = False) -> Weights:
+def embedded_weights(act_quant: ActQuant = False, drafting: bool = False) -> Weights:
     """The model inside the package, small and trained."""
     return stored_weights(EMBEDDED, None, True, act_quant, drafting)
 

@@ -2,7 +2,8 @@
 
     weights   as stored, always. bf16 and fp32 activations by default (w8a16, w4a16); with
               act_quant, and where the checkpoint was made for it, activations are rounded to FP8
-              (w8a8) or to NVFP4 (w4a4, emulated: the rounded numbers are multiplied in bf16).
+              (w8a8) or to NVFP4 (w4a4, emulated: the rounded numbers are multiplied in bf16);
+              with act_quant="fp8" only those in front of FP8 matrices are.
     K and V   "fp8": e4m3 times a scale a layer; "bf16": the activations' own dtype, whichever that
               is; "auto": fp8 if the checkpoint was calibrated for it and has the scales of every
               attention layer, else bf16.
@@ -25,7 +26,7 @@ from nemotriton.kernels import STATE_FORMATS, StateFormat
 from nemotriton.kernels.ssm_state import NOISE_GROUP
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
-from nemotriton.model.formats import Algorithm, QuantScheme
+from nemotriton.model.formats import ActQuant, Algorithm, QuantScheme
 from nemotriton.model.layers import Experts, Linear, Matrix
 from nemotriton.model.packing import tiles_for_blackwell
 
@@ -133,16 +134,19 @@ def context_notes(wanted: int | None, config: ModelConfig) -> list[str]:
 def weight_notes(
     expected: Mapping[str, Expected],
     scheme: QuantScheme,
-    act_quant: bool,
+    act_quant: ActQuant,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[str]:
     """One line for each stored format: how many matrices, and how they are multiplied."""
     counts: dict[Algorithm, int] = {}
+    without = 0
     for name, entry in expected.items():
         if entry.matrix and name.endswith(".weight"):
             algorithm = scheme.algorithm(entry.matrix)
             counts[algorithm] = counts.get(algorithm, 0) + max(1, entry.experts)
+            if algorithm is Algorithm.FP8 and not scheme.quantises(entry.matrix, act_quant):
+                without += max(1, entry.experts)
     if set(counts) <= {Algorithm.NONE}:
         return ["act_quant has no effect: nothing is quantised"] if act_quant else []
     plain = f"activations stay {_name(dtype)}"
@@ -154,6 +158,9 @@ def weight_notes(
     }
     if act_quant:
         how[Algorithm.FP8] = "run as w8a8: activations are rounded to FP8 by their input scales"
+        if without:
+            how[Algorithm.FP8] += f"; {without:,} have none and run as w8a16"
+    if act_quant is True:
         how[Algorithm.NVFP4] = (
             "run as w4a4: activations are rounded to NVFP4, and codes multiplied by codes"
             if tiles_for_blackwell(dtype, device)

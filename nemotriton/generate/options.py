@@ -241,6 +241,13 @@ ActQuant = Annotated[
         "Blackwell).",
     ),
 ]
+ActQuantFp8 = Annotated[
+    bool,
+    _option(
+        *(_MACHINE, "--act-quant-fp8"),
+        help="Quantise activations in front of FP8 matrices alone (w8a8): faster prompts.",
+    ),
+]
 Impl = Annotated[
     list[str] | None,
     _option(_MACHINE, "--impl", help="triton, ref, or OP=ref, OP=triton; may be repeated."),

@@ -25,6 +25,7 @@ _HINTS: dict[str, tuple[Any, object]] = {
     "state_dtype": (o.StateDtype, None),
     "kv_dtype": (o.KvDtype, None),
     "act_quant": (o.ActQuant, False),
+    "act_quant_fp8": (o.ActQuantFp8, False),
     "impl": (o.Impl, None),
     "drafts": (o.Drafts, 0),
     "tree": (o.Tree, None),

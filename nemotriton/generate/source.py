@@ -9,6 +9,7 @@ from typing import Any
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.errors import ConfigError
 from nemotriton.generate.prompts import UsageError
+from nemotriton.model.formats import ActQuant
 from nemotriton.model.layer_config import STATE_DTYPES
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import QUANTS
@@ -73,7 +74,8 @@ class Source:
 class Machine:
     """Limits of the run; None leaves it to the engine. `impl`: op name or * -> ref or triton.
 
-    drafts, tree, adapt_drafts, graphs, rollback, tp, ep, invariant: see `LLM`.
+    drafts, tree, adapt_drafts, graphs, rollback, tp, ep, invariant: see `LLM`. act_quant,
+    act_quant_fp8: everywhere, or at FP8 matrices alone.
     """
 
     device: str | None
@@ -85,6 +87,7 @@ class Machine:
     impl: dict[str, str]
     kv_dtype: str | None = None
     act_quant: bool = False
+    act_quant_fp8: bool = False
     drafts: int = 0
     tree: str | None = None
     adapt_drafts: bool = True
@@ -104,10 +107,17 @@ class Machine:
         _one_of("--state-dtype", self.state_dtype, ("auto", *STATE_DTYPES))
         _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
         _one_of("--rollback", self.rollback, _ROLLBACKS)
+        if self.act_quant and self.act_quant_fp8:
+            raise UsageError("--act-quant does what --act-quant-fp8 does, and more: give one.")
         try:
             DraftShape.wanted(self.drafts, self.tree)
         except ConfigError as problem:
             raise UsageError(f"--drafts or --tree: {problem}") from None
+
+    @property
+    def quantised_activations(self) -> ActQuant:
+        """act_quant of `LLM`."""
+        return "fp8" if self.act_quant_fp8 else self.act_quant
 
 
 def is_embedded(model: str | None) -> bool:

@@ -146,7 +146,7 @@ class _Loader:
         matrix = entry.matrix
         if placement.name.endswith(".input_scale"):
             assert matrix is not None
-            if not self.plan.act_quant or self.plan.scheme.weight_only(matrix):
+            if not self.plan.scheme.quantises(matrix, self.plan.act_quant):
                 return
         values = data.float().reshape(-1)
         bad = ~(values.isfinite() & (values > 0))

@@ -22,11 +22,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemotriton.errors import ConfigError
 
 NVFP4_GROUP = 16  # columns that share one block scale
+# Whether activations are quantised: nowhere, wherever the checkpoint was made for it, or at FP8
+# matrices alone
+ActQuant = bool | Literal["fp8"]
 
 
 class Format(enum.StrEnum):
@@ -176,6 +179,13 @@ class QuantScheme:
         if self.input_scaled is not None:
             return matrix in self.input_scaled
         return not self.weight_only(matrix)
+
+    def quantises(self, matrix: str, act_quant: ActQuant) -> bool:
+        """Whether activations are quantised at `matrix`, of what is asked for; "fp8" leaves a
+        matrix as it is whose input scale nobody has given."""
+        if act_quant == "fp8":
+            return self.algorithm(matrix) is Algorithm.FP8 and self.has_input_scale(matrix)
+        return act_quant and not self.weight_only(matrix)
 
     def counts(self, matrices: Iterable[str]) -> dict[Format, int]:
         """How many of `matrices` each format has; formats without any are left out."""

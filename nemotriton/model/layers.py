@@ -39,7 +39,7 @@ from nemotriton.kernels.hopper_pack import pack_hopper
 from nemotriton.kernels.scale_tiles import swizzle_scales
 from nemotriton.model.checkpoint import destination_dtype
 from nemotriton.model.expected import matrix_parts
-from nemotriton.model.formats import UNQUANTISED, Format, QuantScheme
+from nemotriton.model.formats import UNQUANTISED, ActQuant, Format, QuantScheme
 from nemotriton.model.packing import packs_for_hopper, tiles_for_blackwell
 from nemotriton.model.parallel import ONE, Shard
 
@@ -49,14 +49,14 @@ class Scope:
     """Where in a model a module stands (its canonical name), and how its weights are made.
 
     dtype: of weights that are not quantised, and of activations. act_quant: activations are
-    quantised at every matrix whose checkpoint was made for that. shard: which part of the model
-    this is; the sizes that modules are made with are its own.
+    quantised at every matrix whose checkpoint was made for that, or "fp8": at FP8 ones. shard:
+    which part of the model this is; the sizes that modules are made with are its own.
     """
 
     dtype: torch.dtype
     device: torch.device
     scheme: QuantScheme = UNQUANTISED
-    act_quant: bool = False
+    act_quant: ActQuant = False
     name: str = ""
     shard: Shard = ONE
 
@@ -88,7 +88,7 @@ class Matrix(nn.Module):
     def __init__(self, rows: int, cols: int, scope: Scope, experts: int = 0) -> None:
         super().__init__()
         self.storage = scope.scheme.of(scope.name)
-        self.quantises = scope.act_quant and not scope.scheme.weight_only(scope.name)
+        self.quantises = scope.scheme.quantises(scope.name, scope.act_quant)
         parts = matrix_parts(scope.name, rows, cols, scope.scheme, experts)
         for name, entry in parts.items():
             dtype = destination_dtype(entry.role, scope.dtype)

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from nemotriton.errors import CheckpointError
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected, Role, expected, matrices
-from nemotriton.model.formats import UNQUANTISED, Algorithm, Format, QuantScheme, read_scheme
+from nemotriton.model.formats import (
+    UNQUANTISED,
+    ActQuant,
+    Algorithm,
+    Format,
+    QuantScheme,
+    read_scheme,
+)
 from nemotriton.model.renames import Renamed, rename
 from nemotriton.model.shards import FLOATS, TensorInfo
 from nemotriton.model.sources import Source
@@ -64,7 +71,7 @@ class LoadPlan:
     expected: Mapping[str, Expected]
     placements: tuple[Placement, ...]
     scheme: QuantScheme
-    act_quant: bool
+    act_quant: ActQuant
     mtp: str
     mtp_blocks: int
     mtp_missing: tuple[str, ...]
@@ -130,12 +137,13 @@ def survey(source: Source, config: ModelConfig, mtp: bool = True) -> Survey:
 
 
 def make_plan(
-    source: Source, config: ModelConfig, mtp: bool = True, act_quant: bool = False
+    source: Source, config: ModelConfig, mtp: bool = True, act_quant: ActQuant = False
 ) -> LoadPlan:
     """Give every tensor of `source` its destination in a model of `config`.
 
     mtp: whether MTP blocks are wanted. act_quant: whether activations will be quantised wherever
-    the checkpoint was made for that, which makes input scales necessary. Raises CheckpointError if
+    the checkpoint was made for that, which makes input scales necessary ("fp8": wherever an FP8
+    matrix has one). Raises CheckpointError if
     any tensor has no destination, is missing, given twice, or has the wrong shape or type; it
     counts them and names the first five of each sort.
     """
@@ -145,7 +153,7 @@ def make_plan(
 class _Planner:
     """The state of one `make_plan`."""
 
-    def __init__(self, source: Source, config: ModelConfig, mtp: bool, act_quant: bool) -> None:
+    def __init__(self, source: Source, config: ModelConfig, mtp: bool, act_quant: ActQuant) -> None:
         self.config, self.want_mtp, self.act_quant = config, mtp, act_quant
         self.tensors = [(info, rename(info.name)) for info in source.tensors]
         self.by_name = {renamed.name: info for info, renamed in self.tensors}
@@ -238,7 +246,7 @@ class _Planner:
                 algorithm = _undeclared(storage, matrix in inputs)
             listed[matrix] = algorithm
             quantises = algorithm in (Algorithm.FP8, Algorithm.NVFP4)
-            if self.act_quant and quantises:
+            if self.act_quant is True and quantises:
                 inputs.add(matrix)
         self._note_formats(differ)
         return QuantScheme(
@@ -326,7 +334,7 @@ class _Planner:
                 continue
             lacking = tuple(sorted(set(range(entry.experts)) - have)) if have else ()
             matrix = entry.matrix or ""
-            used = self.act_quant and not self.scheme.weight_only(matrix)
+            used = self.scheme.quantises(matrix, self.act_quant)
             if lacking and name.endswith(".input_scale") and not used:
                 absent[name] = lacking
             else:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.formats import UNQUANTISED, ActQuant, QuantScheme
 from nemotriton.model.layers import Linear, RMSNorm, Scope
 from nemotriton.model.mixers import make_mixer
 from nemotriton.model.parallel import ONE, Shard
@@ -54,7 +54,7 @@ class MtpBlock(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         scheme: QuantScheme = UNQUANTISED,
-        act_quant: bool = False,
+        act_quant: ActQuant = False,
         shard: Shard = ONE,
     ) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from torch import nn
 
 from nemotriton.kernels import matmul
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.formats import UNQUANTISED, QuantScheme
+from nemotriton.model.formats import UNQUANTISED, ActQuant, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mamba import MambaMixer
 from nemotriton.model.mixers import AttentionMixer, MoeMixer, make_mixer
@@ -53,7 +53,7 @@ class NemotronH(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         scheme: QuantScheme = UNQUANTISED,
-        act_quant: bool = False,
+        act_quant: ActQuant = False,
         drafting: bool = False,
         shard: Shard = ONE,
     ) -> None:

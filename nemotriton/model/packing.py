@@ -20,6 +20,7 @@ from nemotriton import device as devices
 from nemotriton.kernels.hopper_pack import packed_bytes
 from nemotriton.kernels.scale_tiles import tile_bytes
 from nemotriton.model.expected import Expected, Role
+from nemotriton.model.formats import ActQuant
 
 _HOPPER, _BLACKWELL = 9, 10  # major compute capabilities
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -63,7 +64,7 @@ def tiles_for_blackwell(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def padding_bytes(
-    expected: Mapping[str, Expected], act_quant: bool, dtype: torch.dtype, device: torch.device
+    expected: Mapping[str, Expected], act_quant: ActQuant, dtype: torch.dtype, device: torch.device
 ) -> int:
     """What packed matrices, or their scales in tiles, take beyond a checkpoint's tensors."""
     extra = 0
@@ -72,9 +73,9 @@ def padding_bytes(
             continue
         rows, cols = entry.shape[-2], 2 * entry.shape[-1]
         each = 0
-        if act_quant and tiles_for_blackwell(dtype, device):
+        if act_quant is True and tiles_for_blackwell(dtype, device):
             each = tile_bytes(rows, cols) - rows * cols // 16
-        elif not act_quant and packs_for_hopper(rows, cols, dtype, device):
+        elif act_quant is not True and packs_for_hopper(rows, cols, dtype, device):
             each = packed_bytes(rows, cols) - rows * cols * 9 // 16
         extra += max(1, entry.experts) * each
     return extra
