@@ -70,11 +70,11 @@ class LLM:
     `DraftShape.parse`; adapt_drafts: fewer where they do not pay. rollback: how states forget
     rejected drafts, "lanes", "replay", or None or "auto", see `find_rollback`. graphs: record
     decode steps as CUDA graphs; None where there is a GPU. tp, ep: number of GPUs, tp * ep, see
-    `model.parallel`; all but the first are run by processes that this one, or torchrun, has
-    started: those end here, with the first. seed: for requests that have none. impl: "ref" or
-    "triton" for all ops, or by op. invariant: a token's bits depend on its sequence alone, see
-    `kernels.fixed_order`. progress: called with (bytes done, bytes in all, tensor) while weights
-    load. recording: with (shapes done, in all, what) as steps are recorded.
+    `model.parallel`; all but the first run in processes that this one, or torchrun, started; those
+    end here. seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op.
+    invariant: a token's bits depend on its sequence alone, see `kernels.fixed_order`. progress:
+    called with (bytes done, in all, tensor) as weights load. recording: with (shapes done, in all,
+    what) as steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
