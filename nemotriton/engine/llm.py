@@ -65,16 +65,15 @@ class LLM:
     act_quant: quantise activations where the checkpoint was made for it, or "fp8": at its FP8
     matrices, see `notes`. device: None is a GPU if there is one. max_context: tokens of prompt and
     completion; max_requests: run at the same time (None: what memory allows, see `plan`).
-    prefill_piece: prompt tokens a step. memory: share of the free memory to plan with. drafts: most
-    tokens that the checkpoint's MTP block guesses a step, or tree: their shape, see
-    `DraftShape.parse`; adapt_drafts: fewer where they do not pay. rollback: how states forget
-    rejected drafts, "lanes", "replay", or None or "auto", see `find_rollback`. graphs: record
-    decode steps as CUDA graphs; None where there is a GPU. tp, ep: number of GPUs, tp * ep, see
-    `model.parallel`; all but the first run in processes that this one, or torchrun, started; those
-    end here. seed: for requests that have none. impl: "ref" or "triton" for all ops, or by op.
-    invariant: a token's bits depend on its sequence alone, see `kernels.fixed_order`. progress:
-    called with (bytes done, in all, tensor) as weights load. recording: with (shapes done, in all,
-    what) as steps are recorded.
+    prefill_piece: prompt tokens a step. memory: share of the free memory. drafts: most tokens that
+    the checkpoint's MTP block guesses a step, or tree: their shape, see `DraftShape.parse`;
+    adapt_drafts: fewer where they do not pay. rollback: how states forget rejected drafts, "lanes",
+    "replay", or "auto" (None), see `find_rollback`. graphs: record decode steps as CUDA graphs;
+    None where there is a GPU. tp, ep: tp * ep GPUs, see `model.parallel`; all but the first run in
+    processes that this one, or torchrun, started; those end here. seed: for requests that have
+    none. impl: "ref" or "triton" for all ops, or by op. invariant: a token's bits depend on its
+    sequence alone, see `kernels.fixed_order`. progress: called with (bytes done, in all, tensor) as
+    weights load. recording: with (shapes done, in all, what) as steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
