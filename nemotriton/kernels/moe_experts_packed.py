@@ -64,7 +64,7 @@ from nemotriton.kernels.quantize import check_scale
 DTYPES = (torch.bfloat16, torch.float16)
 TABLE_BLOCKS = 8  # blocks of a program that writes tables
 TABLE_PAIRS = 4  # or pairs, where they are not sorted
-UNSORTED_PAIRS = 1536  # every program compares its pairs with all
+UNSORTED_PAIRS = 768  # every program compares its pairs with all
 ORDER_COLUMNS = 1024  # columns of a program that orders x
 COMBINE_PROGRAMS = 256  # so many add rows up, where columns suffice: that keeps the last one short
 
@@ -257,7 +257,7 @@ def _tables(
         launch(
             _prepare, (programs + extra,), routing.offsets, routing.order, routing.ids, experts,
             made, programs, T * K, blocks, x, rows, x.stride(0), L, width, E=E, BLOCK_M=block_m,
-            BLOCK_E=next_pow2(E + 1 - in_order), BLOCK_P=min(512, next_pow2(T * K)),
+            BLOCK_E=next_pow2(E), BLOCK_P=min(512, next_pow2(T * K)),
             BLOCK_B=TABLE_BLOCKS if in_order else TABLE_PAIRS, SORTED=in_order, MMA=plan.mma,
             FROM_MMA=ordered, BLOCK_L=min(ORDER_COLUMNS, next_pow2(width)), PDL=plan.pdl,
             launch_pdl=plan.pdl, num_warps=4,

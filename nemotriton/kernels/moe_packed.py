@@ -62,7 +62,7 @@ def _tables_of_ids(
     BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The same tables from pairs that are not sorted: BLOCK_B of them find their blocks, by the
-    pairs of every expert (BLOCK_E > E) and by the earlier ones of their own."""
+    pairs of every expert and by the earlier ones of their own."""
     e = tl.arange(0, BLOCK_E)
     p = pid * BLOCK_B + tl.arange(0, BLOCK_B)
     live = p < pairs
@@ -71,8 +71,9 @@ def _tables_of_ids(
     rank = tl.zeros([BLOCK_B], tl.int32)
     for q0 in range(0, pairs, BLOCK_P):
         q = q0 + tl.arange(0, BLOCK_P)
-        ids = tl.load(ids_idx + q, mask=q < pairs, other=E).to(tl.int64).to(tl.int32)
-        counts += tl.histogram(ids, BLOCK_E)
+        there = q < pairs
+        ids = tl.load(ids_idx + q, mask=there, other=E).to(tl.int64).to(tl.int32)
+        counts += tl.histogram(tl.where(there, ids, 0), BLOCK_E, mask=there)
         earlier = (ids[None, :] == mine[:, None]) & (q[None, :] < p[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
     needed = tl.where(e < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)

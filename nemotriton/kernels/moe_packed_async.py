@@ -26,7 +26,7 @@ BLOCK_N = gl.constexpr(TILE)
 BLOCKS = gl.constexpr(TILE // 16)  # of 16 rows
 STEP = gl.constexpr(64)  # columns
 AHEAD = gl.constexpr(4)  # steps that are on their way
-TURNS = gl.constexpr(AHEAD.value // 2 + 1)  # tiles of each parity
+TURNS = gl.constexpr(3)  # AHEAD / 2 + 1 tiles of each parity
 UNIT = gl.constexpr(WEIGHT_UNIT.value)
 TILE_WORDS = gl.constexpr(WORDS.value)
 ASSEMBLY = gl.constexpr(DECODE)
@@ -43,13 +43,12 @@ LANES = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0
 @gluon.jit
 def _fragments(codes, scales, half: gl.constexpr, LEFT: gl.constexpr):
     """bf16 [128, 64] of a step's words, as `hopper_pack.fragments`; half: of the scale words."""
-    words = codes.load(CODES).to(gl.uint32, bitcast=True).reshape((BLOCKS, 32, 4))
-    words = gl.convert_layout(words, LANES, assert_trivial=True)
-    s = scales.load(gl.SliceLayout(2, LANES)).to(gl.uint32, bitcast=True) >> (16 * half)
-    low = ((s & 0xFF) * 0x00100010 + 0x70007000).expand_dims(2)
-    high = (((s >> 8) & 0xFF) * 0x00100010 + 0x70007000).expand_dims(2)
-    words, low = gl.broadcast(words, low)
-    words, high = gl.broadcast(words, high)
+    words = gl.convert_layout(
+        codes.load(CODES).reshape((BLOCKS, 32, 4)), LANES, assert_trivial=True
+    )
+    s = scales.load(gl.SliceLayout(2, LANES)) >> (16 * half)
+    words, low = gl.broadcast(words, ((s & 0xFF) * 0x00100010 + 0x70007000)[:, :, None])
+    words, high = gl.broadcast(words, (((s >> 8) & 0xFF) * 0x00100010 + 0x70007000)[:, :, None])
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
         ASSEMBLY,
         CONSTRAINTS,
