@@ -6,6 +6,7 @@ How states and inputs are read and stored: `ssm_window.py`.
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.ssm_products import k_order, load_rows, scores
 from nemotriton.kernels.ssm_window import (
     SLICE,
@@ -65,6 +66,49 @@ def _window(
     weights, left = _weights(step, A, D, B, C, place)
     C = _for_state(C, C_at, wanted & on, B_ptr, state_ptr, N, BLOCK_N)
     return step, (token, wanted, C, weights, left, j[:, None] <= place[None, :])
+
+
+@triton.jit
+def _fetch(state_ptr, dt_ring, slot, rows, N: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Bring `rows` of a stored state near, and the step sizes that a head's ring holds."""
+    LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
+    if slot >= 0:
+        prefetch(state_ptr + tl.minimum(tl.arange(0, BLOCK_P * N // LINE) * LINE, rows * N - 1))
+        prefetch(dt_ring + tl.arange(0, 2) * (R - 1))
+
+
+@triton.jit
+def _answer(
+    h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
+    P: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """Rows p of a window's outputs from those of the stored state, and of x to the ring."""
+    row, old, new = entries
+    token, wanted, C, weights, left, seen = answer
+    x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
+    y = _read(h, scale, state, C, tokens[2])
+    y = _outputs(y, x, weights, left, seen, DRAFTS)
+    _put(y, y_ptr, token, y_t, p, wanted, P)
+    _keep(ring[0], at, x, p, new, P)
+
+
+@triton.jit
+def _answers(
+    h, scale, entries, answer, state, ring, at, tokens, x_t, p0, on, y_ptr, y_t,
+    P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICE_P: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """All rows of the program at once, or SLICE_P at a time, which are then read here: what little
+    a program holds leaves room for more of them."""
+    if SLICE_P:
+        for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE_P):
+            p = p0 + i + tl.arange(0, SLICE_P)
+            h, scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
+            _answer(h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
+                    P, DRAFTS)  # fmt: skip
+    else:
+        p = p0 + tl.arange(0, BLOCK_P)
+        _answer(h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t, P, DRAFTS)
 
 
 @triton.jit
@@ -133,7 +177,8 @@ def _replay_chain(
     H, heads_per_group, low, high, layer,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    DRAFTS: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, UPDATE: tl.constexpr, SLICE_P: tl.constexpr, FETCH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_T tokens a sequence, each behind the one before it; DRAFTS: more than one."""
     s, head, p0, A, D, bias = _program(A_ptr, D_ptr, bias_ptr, H, P, BLOCK_P)
@@ -146,33 +191,32 @@ def _replay_chain(
     )  # fmt: skip
     start, count, slot, on, held, position = found
     limits, strides = (bias, low, high), (x_t, dt_t, B_t, C_t)
-    noise = (seeds_ptr, s, layer, head * P)
+    noise, last = (seeds_ptr, s, layer, head * P), position + (L - 1)  # of the first window
     if scales_ptr is not None:
         scales_ptr += slot * scales_slot + head * P
     state = (state_ptr + slot * state_slot + head * P * N, scales_ptr)
     y_ptr, y_t, order_idx = y_ptr + (start * H + head) * P, H * P, order_idx + s * R
-    p, j = p0 + tl.arange(0, BLOCK_P), tl.arange(0, L)
-    one_tile, one_head = p0 == 0, (p0 == 0) & (head % heads_per_group == 0)
-    last = position + (L - 1)  # of the tokens of the ring's first window
+    j, one_tile, one_head = tl.arange(0, L), p0 == 0, (p0 == 0) & (head % heads_per_group == 0)
+    if FETCH:
+        _fetch(state[0] + p0 * N, ring[1], slot, tl.minimum(P - p0, BLOCK_P), N, R, BLOCK_P)
     drop = _settled(
         state, ring, order_idx, A, noise, last, p0, held, P, N, L, BLOCK_P, BLOCK_N, UPDATE
     )
     kept = held - drop
-    if UPDATE:
-        h, scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
+    h, scale = None, None
+    if UPDATE and not SLICE_P:
+        h, scale = _stored_in_order(state, p0 + tl.arange(0, BLOCK_P), on, P, N, BLOCK_N)
     t, row, old = tl.arange(0, BLOCK_T), j - kept, j < kept
     new = (j >= kept) & (row < count) & on
     at = tl.load(order_idx + drop + j, mask=(old | (row < count)) & on, other=0).to(tl.int64)
     entries, answered = (row, old, new), (t, kept + t, (t < count) & (kept + t < L))
+    if FETCH:
+        prefetch(_places(ring[0], at, tokens[0], tl.where(new, row, 0), x_t, old, P) + p0)
     step, answer = _window(ring, at, entries, answered, tokens, strides, limits, A, D, on,
                            state_ptr, N, BLOCK_N, DRAFTS)  # fmt: skip
     if UPDATE:
-        token, wanted, C, weights, left, seen = answer
-        x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
-        y = _read(h, scale, state, C, tokens[2])
-        y = _outputs(y, x, weights, left, seen, DRAFTS)
-        _put(y, y_ptr, token, y_t, p, wanted, P)
-        _keep(ring[0], at, x, p, new, P)
+        _answers(h, scale, entries, answer, state, ring, at, tokens, x_t, p0, on, y_ptr, y_t,
+                 P, N, BLOCK_P, BLOCK_N, SLICE_P, DRAFTS)  # fmt: skip
         _keep_steps(ring, at, step, row, new, tokens[2], B_t, one_tile, one_head, N, BLOCK_N)
     else:
         _trial(entries, answer, state, ring, at, tokens, strides, order_idx, A, noise, last, p0,

@@ -45,6 +45,7 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
+    target,
 )
 from nemotriton.kernels.ssm_chain import _replay_chain
 from nemotriton.kernels.ssm_state import (
@@ -227,7 +228,9 @@ def ssm_replay(
     meta |= {"UPDATE": update, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
     if parents is None:
         operands = (*tensors, *indices, *strides, *rest)
-        launch(_replay_chain, grid, *operands, DRAFTS=max_new > 1, **meta)
+        meta = {"SLICE_P": 0, "DRAFTS": max_new > 1} | meta
+        meta["FETCH"] = bool(meta["SLICE_P"]) and target(x.device) > 0
+        launch(_replay_chain, grid, *operands, **meta)
     else:
         launch(_replay_tree, grid, *tensors, *indices, parents, *strides, *rest, **meta)
     return y
@@ -359,7 +362,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
 
 
 def _tiles(case: Case) -> list[Tile]:
-    """With few registers a thread (maxnreg) more programs wait for memory at a time."""
+    """With few registers a thread (maxnreg) more programs wait for memory at a time; so they do
+    where a program has few rows of the state in registers at a time (SLICE_P)."""
     found = [
         Tile(BLOCK_P=p, num_warps=w, num_stages=1)
         for p, w in ((16, 1), (32, 1), (64, 1), (16, 2), (32, 2), (64, 2))
@@ -367,8 +371,13 @@ def _tiles(case: Case) -> list[Tile]:
     ]
     if case.STATE == "fp16-sr" and case.TREE and case.P > 16:
         found.append(found[1].but(num_warps=4))
-    if case.STATE == "bf16" and case.NEW == 1 and case.P > 16:
-        found.append(found[1].but(maxnreg=128))
+    if case.STATE in ("bf16", "fp32") and case.NEW == 1 and case.P > 16:
+        found.append(found[1].but(maxnreg=128 if case.STATE == "bf16" else 168))
+    if not case.TREE and case.P > 16:
+        for registers in (168, 128)[: 1 + (case.NEW == 1)]:
+            rows = min(64, next_pow2(case.P))
+            sliced = {"BLOCK_P": rows, "SLICE_P": 16, "num_warps": 1, "num_stages": 1}
+            found.append(Tile(**sliced, maxnreg=registers))
     return found
 
 

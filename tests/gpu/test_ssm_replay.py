@@ -99,8 +99,9 @@ def test_how_tokens_are_cut_into_calls_changes_no_bit(name: str, cuda: torch.dev
 def test_neither_the_tile_nor_more_rows_change_a_bit(name: str, cuda: torch.device) -> None:
     want = Requests(name, cuda, 12)
     wanted = [want.feed(n) for n in (9, 12, 3)]
-    for rows, warps in ((16, 1), (32, 1), (64, 1), (64, 2)):
-        with use_tile("ssm_replay", Tile(BLOCK_P=rows, num_warps=warps, num_stages=1)):
+    for rows, warps, few in ((16, 1, 0), (32, 1, 0), (64, 1, 0), (64, 2, 0), (64, 1, 16)):
+        tile = Tile(BLOCK_P=rows, num_warps=warps, num_stages=1, SLICE_P=few)
+        with use_tile("ssm_replay", tile):
             other = Requests(name, cuda, 12)
             for n, y in zip((9, 12, 3), wanted):
                 same(other.feed(n), y)

@@ -84,11 +84,12 @@ def test_how_tokens_are_cut_into_calls_changes_no_bit(dtype: torch.dtype, poison
         assert bool(one.state[[0, 2]].isnan().all())
 
 
-@pytest.mark.parametrize("tile", [(16, 1), (32, 2)])
-def test_the_tile_changes_no_bit(tile: tuple[int, int]) -> None:
+@pytest.mark.parametrize("tile", [(16, 1, 0), (32, 2, 0), (16, 1, 4)])
+def test_the_tile_changes_no_bit(tile: tuple[int, int, int]) -> None:
     a = as_model(inputs(20, SIZES), torch.bfloat16)
     want = Request(a, torch.float32, 10)
-    with use_tile("ssm_replay", Tile(BLOCK_P=tile[0], num_warps=tile[1], num_stages=1)):
+    given = {"BLOCK_P": tile[0], "num_warps": tile[1], "num_stages": 1, "SLICE_P": tile[2]}
+    with use_tile("ssm_replay", Tile(**given)):
         other = Request(a, torch.float32, 10)
         got = [other.feed(10), other.feed(9), other.feed(1)]
     for y, count in zip(got, (10, 9, 1), strict=True):
