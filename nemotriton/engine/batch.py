@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,10 +86,10 @@ def build_batch(
     """
     pieces = [*decode, *prefill]
     long, short = _Packer(torch.int64), _Packer(torch.int32)
-    long.add(t for p in pieces for t in _known(p, 0))
-    long.add(row for p in pieces for row in _kv_rows(p, page_size))
+    long.add(chain.from_iterable(_known(p, 0) for p in pieces))
+    long.add(chain.from_iterable(_kv_rows(p, page_size) for p in pieces))
     long.add(logit_rows)
-    long.add(t for p in pieces if following for t in _known(p, 1))
+    long.add(chain.from_iterable(_known(p, 1) for p in pieces if following))
     for pieces_of_span in (decode, prefill):
         _pack_span(short, pieces_of_span)
     # on each sequence's own grid: prompts cut at multiples of `chunk` scan the same terms
@@ -122,7 +123,8 @@ class _Packer:
 
     def add(self, values: Iterable[int]) -> None:
         start = len(self.values)
-        self.values.extend(values)
+        # from a list an array is made at once; an iterator's items are appended one by one
+        self.values += array(self.values.typecode, list(values))
         self.sections.append((start, len(self.values)))
         self.values.extend([0] * (-len(self.values) % (_ALIGN // self.dtype.itemsize)))
 
@@ -144,8 +146,13 @@ def _kv_rows(piece: Piece, page_size: int) -> Iterable[int]:
     pages = piece.request.pages
     if not pages:
         return [-1] * piece.count
-    positions = range(piece.start, piece.end)
-    return [pages[i // page_size] * page_size + i % page_size for i in positions]
+    held = range(piece.start // page_size, -(-piece.end // page_size))
+    found: list[int] = []
+    for i in held:
+        first = (pages[i] - i) * page_size  # of position 0, were it in this page
+        start, end = max(piece.start, i * page_size), min(piece.end, (i + 1) * page_size)
+        found.extend(range(first + start, first + end))
+    return found
 
 
 def _pack_span(short: _Packer, pieces: Sequence[Piece]) -> None:

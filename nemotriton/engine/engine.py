@@ -137,20 +137,21 @@ class Engine:
         assert isinstance(prompt, Sequence)
         ids = list(prompt)
         require(bool(ids), "the prompt is empty: give it at least one token id.", RequestError)
-        for i, token in enumerate(ids):
-            is_id = isinstance(token, int) and not isinstance(token, bool)
-            require(is_id, f"prompt[{i}] is {token!r}, not a token id: {remedy}", RequestError)
+        if set(map(type, ids)) != {int}:
+            for i, token in enumerate(ids):
+                is_id = isinstance(token, int) and not isinstance(token, bool)
+                require(is_id, f"prompt[{i}] is {token!r}, not a token id: {remedy}", RequestError)
         self._check_vocabulary(ids)
         return ids
 
     def _check_vocabulary(self, ids: list[int]) -> None:
         vocab = self.runner.vocab
-        wrong = next((i for i, t in enumerate(ids) if not 0 <= t < vocab), None)
-        require(
-            wrong is None,
-            f"prompt[{wrong}] is {ids[wrong or 0]}, but token ids are 0 .. {vocab - 1}: use the "
-            "tokenizer of this model.",
-            RequestError,
+        if min(ids) >= 0 and max(ids) < vocab:
+            return
+        wrong = next(i for i, t in enumerate(ids) if not 0 <= t < vocab)
+        raise RequestError(
+            f"prompt[{wrong}] is {ids[wrong]}, but token ids are 0 .. {vocab - 1}: use the "
+            "tokenizer of this model."
         )
 
     def _check_params(self, params: SamplingParams) -> None:
