@@ -212,6 +212,8 @@ class StaticStep:
         behind = self.shape.drafts + 2 - first - count  # of the whole step's rows
         span.lengths = (span.lengths - behind).clamp_min(0)
         span.parents = self._parents[count]
+        # of one column `flatten` is a view with gaps; kernels read one row behind the other
         kv_rows = self.batch.kv_rows.view(S, -1)[:, first - 1 : first - 1 + count].flatten()
         none = self.batch.logit_rows[:0]
+        kv_rows = kv_rows.contiguous()
         return Batch(ids=none, kv_rows=kv_rows, decode=span, prefill=None, logit_rows=none)

@@ -132,6 +132,7 @@ def write_kv(
     T, heads, width = k.shape
     check_caches(k_cache, v_cache, heads, width)
     require(rows.shape == (T,), f"{tuple(rows.shape)} rows for {T} tokens; one a token is needed")
+    require(rows.is_contiguous(), "rows must lie one behind the other; call .contiguous()")
     require(k.stride(2) == 1 and v.stride(2) == 1, "k and v must have unit stride along the head")
     for scale in (k_scale, v_scale):
         require(scale is None or scale.numel() == 1, "a KV scale must have one element")

@@ -112,6 +112,27 @@ def test_graphs_give_the_bits_of_single_launches(
     check(*found)
 
 
+@pytest.mark.parametrize(
+    "given", [{"drafts": 3}, {"drafts": 3, "rollback": "lanes"}, {"tree": "0,0,1"}], ids=str
+)
+def test_what_memory_held_before_changes_no_row(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts show in no token when they are wrong, so rows of rejected ones are compared too."""
+    found = []
+    for value in (float("nan"), 0.7):
+        with made(False, **given) as llm:
+            kv, mamba = llm.runner.caches.kv, llm.runner.caches.mamba
+            assert kv is not None
+            assert mamba is not None
+            memory = [kv.k, kv.v, mamba.ssm, mamba.conv, mamba.conv_lanes, *(mamba.rings or ())]
+            for part in memory:
+                if part is not None:
+                    part.fill_(value)
+            found.append(watched(llm, monkeypatch))
+    check(*found)
+
+
 @pytest.mark.parametrize("preset, quant", [("nano-30b", "bf16"), ("super-120b", "release")])
 def test_real_widths(preset: str, quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few layers of each kind; and tokens as without any padding, in most places."""
