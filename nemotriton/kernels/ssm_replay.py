@@ -47,6 +47,7 @@ from nemotriton.kernels.op import (
     op,
     target,
 )
+from nemotriton.kernels.shared_memory import LARGE, most_shared
 from nemotriton.kernels.ssm_chain import _replay_chain
 from nemotriton.kernels.ssm_state import (
     STATE_AXES,
@@ -356,6 +357,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         rows = 32
     elif tokens <= case.NEW and case.STATE != "fp16":
         rows = 16
+    elif case.STATE == "int8" and case.NEW > 1 and most_shared() < LARGE:
+        rows = 32  # sm_120's code for 64 needs a few registers more than there are
     elif case.STATE == "bf16" and tokens <= 16 * case.NEW:
         rows = 32
     return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
