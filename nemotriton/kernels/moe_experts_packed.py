@@ -373,11 +373,13 @@ def _default(case: Case, tokens: int) -> Tile:
         return _tile(_M16, _M16, narrow=True)
     if per_expert <= 30:
         return _tile(_M32, _M32, narrow=True)
+    if case.F % TILE == 0 and case.L % TILE == 0:
+        size = _M64W if per_expert <= 66 else _M128W
+        return _tile(size, size, narrow=True, ahead=True)
     if per_expert <= 66:
         return _tile(_M64W, _M64W, narrow=True)
-    if per_expert <= 132:
-        return _tile(_M128, _M128, narrow=True)
-    return _tile(_M128W, _M64, narrow=True)
+    both = (_M128, _M128) if per_expert <= 132 else (_M128W, _M64)
+    return _tile(*both, narrow=True)
 
 
 def _order(tile: Tile) -> Any:

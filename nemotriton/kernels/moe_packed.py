@@ -98,12 +98,13 @@ def _write_ordered(
     """BLOCK_L columns of a row of x in `k_order`, with zeros up to W; FROM_MMA: x has mma's."""
     tiles = tl.cdiv(W, BLOCK_L)
     t = pid // tiles
-    position = pid % tiles * BLOCK_L + tl.arange(0, BLOCK_L)
-    column = position_column(position, MMA)
-    if FROM_MMA:  # where mma.sync's order keeps this column
-        c = column % 64
-        column = column // 64 * 64 + c // 8 % 2 * 32 + c // 2 % 2 * 16
-        column += c // 16 * 4 + c // 4 % 2 * 2 + c % 2
+    position = (pid % tiles * BLOCK_L).to(tl.int32) + tl.arange(0, BLOCK_L)
+    if FROM_MMA:  # where mma.sync's order keeps the column of this one's
+        p = position % 64
+        column = p // 32 * 32 + p // 8 % 2 * 16 + p // 2 % 4 * 4 + p // 16 % 2 * 2 + p % 2
+        column = tl.max_contiguous(tl.multiple_of(position // 64 * 64 + column, 2), 2)
+    else:
+        column = position_column(position, MMA)
     x = tl.load(x_ptr + t * x_stride + column, mask=column < L, other=0.0)
     tl.store(ordered_ptr + t * W + position, x, mask=position < W)
 

@@ -75,8 +75,10 @@ def _copy(
     """Ask for the tiles of a step, past the last one for none."""
     k = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, X_ROWS))
     if step < STEPS:
+        # rows that nobody has are zeros: read from one address, they would queue up there
         x_at = x_ptr + (x_rows.to(gl.int64) * 8)[:, None] + k[None, :]
-        async_copy.async_copy_global_to_shared(x_tiles.index(slot), x_at)
+        live = (x_rows >= 0)[:, None]
+        async_copy.async_copy_global_to_shared(x_tiles.index(slot), x_at, mask=live)
         tile = step // 2 * TILE_WORDS
         async_copy.async_copy_global_to_shared(codes.index(turn), codes_at + (tile + 128 * half))
         async_copy.async_copy_global_to_shared(scales.index(turn), scales_at + tile)
@@ -100,7 +102,7 @@ def _product(
 ):
     """fp32 [128, BLOCK_M]: a row of packed tiles times rows of x, over UNIT.
 
-    x_rows [BLOCK_M]: eighths of the rows' first elements; STEPS even."""
+    x_rows [BLOCK_M]: eighths of the rows' first elements, or -1; STEPS even."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, STEP], gl.bfloat16)
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, BLOCK_M, STEP], layout)
@@ -165,7 +167,7 @@ def _async_up(
         scale = gl.load(global_ptr + expert) * UNIT
         rows_idx += block * BLOCK_M
         rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X_ROWS)))
-        x_rows = gl.maximum(rows, 0) // K * (x_stride // 8)
+        x_rows = gl.where(rows < 0, -1, rows // K * (x_stride // 8))
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
         acc = _product(x_ptr, x_rows, matrix, 2 * K_TILES, BLOCK_M, ACC)
         h = relu2(acc * scale).to(gl.bfloat16).reshape((2, 4, 4, 2, 2, BLOCK_M))
@@ -186,7 +188,7 @@ def _async_down(
     if expert >= 0:
         rows_idx += block * BLOCK_M
         rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X_ROWS)))
-        h_rows = gl.maximum(rows, 0) * (K_TILES * BLOCK_N // 8)
+        h_rows = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8))
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
         acc = _product(h_ptr, h_rows, matrix, 2 * K_TILES, BLOCK_M, ACC)
         rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC)))

@@ -43,9 +43,9 @@ class Queue:
         self.groups: list[list[Any]] = []
         self.products: list[Product] = []
 
-    def copy(self, to: Memory, source: Any) -> None:
+    def copy(self, to: Memory, source: Any, mask: Any = None) -> None:
         to.tensor.fill_(POISON[to.tensor.dtype])
-        self.open.append((to.tensor, source))
+        self.open.append((to.tensor, source, mask))
 
     def commit(self) -> None:
         self.groups.append(self.open)
@@ -53,9 +53,9 @@ class Queue:
 
     def wait_copies(self, left: int) -> None:
         while len(self.groups) > left:
-            for tensor, source in self.groups.pop(0):
-                offset, _ = source.at(None)
-                tensor.copy_(source.base[offset])
+            for tensor, source, mask in self.groups.pop(0):
+                offset, there = source.at(mask)  # elsewhere the poison stays
+                tensor[there] = source.base[offset][there]
 
     def multiply(self, a: torch.Tensor, b: Memory, acc: Any, is_async: bool) -> Product:
         self.products.append(Product(acc, a, b))
@@ -94,7 +94,7 @@ def emulate(kernel: Any, grid: int, args: list[Any], options: dict[str, Any]) ->
     gl.convert_layout = lambda v, layout, assert_trivial=False: v
     gl.broadcast = lambda a, b: torch.broadcast_tensors(a, b)
     gl.join = lambda a, b: torch.stack((a, b), -1)
-    gl.where = lambda c, a, b: a if c else b
+    gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), a, b)
     gl.inline_asm_elementwise = decode
     gl.allocate_shared_memory = lambda dtype, shape, layout: Memory(
         torch.full([int(n) for n in shape], POISON[dtype], dtype=dtype)
