@@ -26,6 +26,7 @@ def runner() -> Iterator[ChildRunner]:
         yield made
 
 
+@pytest.mark.alone
 def test_ceilings_are_those_of_a_gpu(runner: ChildRunner) -> None:
     facts = runner.facts()
     c = facts.ceilings
@@ -35,6 +36,7 @@ def test_ceilings_are_those_of_a_gpu(runner: ChildRunner) -> None:
     assert c.fp32_tflops < c.bf16_tflops
 
 
+@pytest.mark.alone
 def test_repeated_reads_find_nothing_in_the_cache(cuda: torch.device) -> None:
     """A buffer half as large as L2, read again and again, is read at no more than memory's rate."""
     size = max(device.info(cuda).l2 // 2, 8 << 20)
@@ -45,6 +47,7 @@ def test_repeated_reads_find_nothing_in_the_cache(cuda: torch.device) -> None:
     assert x.nbytes / once.us < 1.05 * far.nbytes / long.us
 
 
+@pytest.mark.alone
 def test_a_graph_and_single_launches_agree(cuda: torch.device) -> None:
     x = torch.randn(1 << 28, device=cuda)
     watch = CudaStopwatch(cuda)
@@ -52,6 +55,7 @@ def test_a_graph_and_single_launches_agree(cuda: torch.device) -> None:
     assert graph.us == pytest.approx(single.us, rel=0.05)
 
 
+@pytest.mark.alone
 def test_a_short_sweep_writes_what_the_runtime_finds(
     runner: ChildRunner, tmp_path: Path, cuda: torch.device
 ) -> None:

@@ -35,6 +35,7 @@ def test_drafts_change_no_token(temperature: float, rollback: str) -> None:
             assert 0 < drafts["accepted"] < drafts["verified"]
 
 
+@pytest.mark.alone
 def test_a_commit_is_two_percent_of_a_step_at_most() -> None:
     """Super's widths in bf16, a few layers of each kind; 16 requests, 3 drafts, all accepted."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

@@ -24,6 +24,7 @@ from nemotriton.kernels import (
 )
 from nemotriton.kernels.ssd import chunk_table
 
+pytestmark = pytest.mark.alone
 ROW = 18_560
 EDGE = 2**31 // ROW  # 115,704: the first row that crosses
 H, P, G, N = 128, 64, 8, 128
