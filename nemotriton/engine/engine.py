@@ -137,10 +137,9 @@ class Engine:
         assert isinstance(prompt, Sequence)
         ids = list(prompt)
         require(bool(ids), "the prompt is empty: give it at least one token id.", RequestError)
-        if set(map(type, ids)) != {int}:
-            for i, token in enumerate(ids):
-                is_id = isinstance(token, int) and not isinstance(token, bool)
-                require(is_id, f"prompt[{i}] is {token!r}, not a token id: {remedy}", RequestError)
+        for i, token in enumerate(() if set(map(type, ids)) == {int} else ids):
+            is_id = isinstance(token, int) and not isinstance(token, bool)
+            require(is_id, f"prompt[{i}] is {token!r}, not a token id: {remedy}", RequestError)
         self._check_vocabulary(ids)
         return ids
 
