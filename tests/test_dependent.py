@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nemotriton.kernels.dependent import dependent, independent, side_by_side
+from nemotriton.kernels.dependent import dependent, independent, rehearsed, side_by_side
 from nemotriton.kernels.op import targeting
 
 META = torch.empty(1, device="meta")
@@ -51,3 +53,20 @@ def test_without_a_capture_work_is_done_at_once() -> None:
         seen.append("beside")
         assert torch.equal(result(), torch.ones(2))
     assert seen == ["work", "beside"]
+
+
+def test_a_rehearsal_launches_what_a_capture_will(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the second stream launches are plain: kernels of their own, compiled beforehand."""
+    on_gpu = SimpleNamespace(is_cuda=True, device=META.device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    seen: list[bool] = []
+
+    def work() -> torch.Tensor:
+        seen.append(dependent(META))
+        return META
+
+    with targeting(90):
+        for block in (nullcontext(), rehearsed()):
+            with block, side_by_side(on_gpu) as start:  # type: ignore[arg-type]
+                start(work)()
+    assert seen == [True, False]

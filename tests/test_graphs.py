@@ -4,6 +4,7 @@ Over the exact model, whose free memory is NaN, and with inputs that are trash b
 step reads and has not been written for it shows. CUDA graphs themselves are tests/gpu/test_graphs.
 """
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from nemotriton.engine.graphs import (
     CudaGraphs,
     Direct,
     Replay,
+    _nothing_collected,
     find_capture,
     key_limits,
     ladder,
@@ -268,3 +270,17 @@ def test_a_real_model(tree: str | None, rollback: str) -> None:
                 assert report["replays"] > 0
                 assert report["other_steps"] == 0
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_collector_waits_for_a_capture(before: bool) -> None:
+    """It may hold graphs of another model, and to destroy one would end the capture."""
+    usual = gc.isenabled()
+    (gc.enable if before else gc.disable)()
+    try:
+        with pytest.raises(MemoryError), _nothing_collected():
+            assert not gc.isenabled()
+            raise MemoryError
+        assert gc.isenabled() is before
+    finally:
+        (gc.enable if usual else gc.disable)()
