@@ -131,24 +131,23 @@ def _prepare_blocks(
     dt_ptr, A_ptr, bias_ptr, B_ptr, C_ptr, decays_ptr, scores_ptr, spans_ptr, chunks_idx,
     dt_t, B_t, B_g, C_t, C_g, chunks, blocks, G, heads_per_group, low, high,
     N: tl.constexpr, L: tl.constexpr, PER_CHUNK: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # the scan's programs come when the last of these have started, and wait for their ends
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
-    cells = tl.full((), 1, tl.int64) * blocks * G
-    cell = pid % cells
+    # triangles, which wait for memory, between tables of decays, which compute
+    cell, kind = pid // (1 + TILES), (pid % (1 + TILES)).to(tl.int32)
     b, g = cell // G, cell % G
     first, tokens = block_rows(chunks_idx, b, L, PER_CHUNK)
-    if pid < cells:
-        for h0 in range(0, heads_per_group, BLOCK_H):
-            r = h0 + tl.arange(0, BLOCK_H)
-            h = (g * heads_per_group).to(tl.int32) + r
-            _prepare_decays(
-                dt_ptr, A_ptr, bias_ptr, decays_ptr, None, b, blocks, first, tokens, dt_t, h,
-                r < heads_per_group, low, high, L,
-            )  # fmt: skip
+    if kind > 0:
+        r = (kind - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        h = (g * heads_per_group).to(tl.int32) + r
+        _prepare_decays(
+            dt_ptr, A_ptr, bias_ptr, decays_ptr, None, b, blocks, first, tokens, dt_t, h,
+            r < heads_per_group, low, high, L,
+        )  # fmt: skip
     else:
         n, q = tl.arange(0, BLOCK_N), tl.arange(0, L)
         mask = (q < tokens)[:, None] & (n < N)[None, :]
@@ -349,14 +348,15 @@ def _scan_blocks(
     x_t, x_h, B_t, B_g, C_t, C_g, state_slot, scales_slot, layer, blocks, H, G, heads_per_group,
     P: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, L: tl.constexpr, PER_CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, DESCRIBED: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
-    pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0).to(tl.int64)
     p0 = (pid % tiles * BLOCK_P).to(tl.int32)
-    head, s = pid // tiles % H, pid // tiles // H
+    i, s = pid // tiles % H, pid // tiles // H
+    head = i % STEP * (H // STEP) + i // STEP  # see `ssd_loads.item_row`
     g = head // heads_per_group
     slot = tl.load(slots_idx + s).to(tl.int64)
     start = tl.load(cu_idx + s).to(tl.int64)
@@ -375,8 +375,7 @@ def _scan_blocks(
     h = load_state(state_ptr + offsets, scales_ptr, row_offsets, inside & kept, in_rows & kept)
     D = tl.load(D_ptr + head).to(tl.float32)
     x_at, B_at, C_at = x_ptr + head * x_h + p0, B_ptr + g * B_g, C_ptr + g * C_g
-    scores_at = scores_ptr + g * (L * L)
-    decay_at = decays_ptr + head * blocks * (2 * L)
+    scores_at, decay_at = scores_ptr + g * (L * L), decays_ptr + head * blocks * (2 * L)
     h = _masked_blocks(
         x_at, B_at, C_at, y_ptr + y_col, scores_at, decay_at, chunks_idx,
         x_t, B_t, C_t, y_t, G, D, h, b, b + before, left,

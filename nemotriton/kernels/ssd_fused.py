@@ -33,8 +33,14 @@ from nemotriton.kernels.ssd import (
 )
 from nemotriton.kernels.ssd_blocks import _prepare_blocks, _scan_blocks
 from nemotriton.kernels.ssd_hopper import _scan_roles
-from nemotriton.kernels.ssd_roles import SHAPE, STORED, _prepare_fragments, scan_by_roles
-from nemotriton.kernels.ssd_thirds import _scan_thirds
+from nemotriton.kernels.ssd_roles import (
+    HEADS,
+    SHAPE,
+    STORED,
+    _prepare_fragments,
+    as_second,
+    scan_by_roles,
+)
 from nemotriton.kernels.ssm_state import StateNoise, check_state
 from nemotriton.kernels.ssm_update import check_rows
 
@@ -165,10 +171,12 @@ def prepare_blocks(
     spans = torch.empty((slots.shape[0], 2), dtype=torch.int32, device=where)
     operands = (dt, A, dt_bias, B, C, decays, scores, spans, chunks)
     strides = (dt.stride(0), *B.stride()[:2], *C.stride()[:2])
+    heads = min(HEADS, next_pow2(H // G))
+    tiles = cdiv(H // G, heads)
     launch(
-        _prepare_blocks, (2 * blocks * G,), *operands, *strides, n, blocks, G, H // G,
+        _prepare_blocks, ((1 + tiles) * blocks * G,), *operands, *strides, n, blocks, G, H // G,
         float(dt_limit[0]), float(dt_limit[1]), N, L, per_chunk,
-        BLOCK_H=min(16, next_pow2(H // G)), BLOCK_N=block_edge(N, MOST_STATE),
+        TILES=tiles, BLOCK_H=heads, BLOCK_N=block_edge(N, MOST_STATE),
         num_warps=4,
         **as_dependent(B),
     )  # fmt: skip
@@ -209,7 +217,7 @@ def scan_blocks(
         P, N, chunk_size, L, cdiv(chunk_size, L),
         BLOCK_P=block_p, BLOCK_N=block_n, PACKED=tile["PACKED"], DESCRIBED=described,
         STAGES=tile["num_stages"], num_warps=tile["num_warps"], num_stages=tile["num_stages"],
-        **as_dependent(x),
+        STEP=G if tile["GROUPED"] else 1, **as_second(x, chunks.shape[0]),
     )  # fmt: skip
     return y
 
@@ -240,9 +248,7 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         BLOCK_P=block_edge(case.P, 32 if wide or (case.P > 64 and case.P % 64) else 64),
         PACKED=True,
         ROLES=(case.P, case.N, case.Q) == SHAPE,
-        AHEAD=True,
-        OUTPUTS=2,
-        PDL=False,
+        GROUPED=False,
         num_warps=8 if wide else 4,
         num_stages=2 if wide else 3,
     )
@@ -253,15 +259,15 @@ def _tiles(case: Case) -> list[Tile]:
     the tile, and must not pick the rounding."""
     default = _default_tile(case, 0)
     if default["ROLES"]:
-        return [default.but(OUTPUTS=n, PDL=pdl) for n in (2, 3) for pdl in (False, True)]
+        return [default.but(GROUPED=grouped) for grouped in (False, True)]
     return [default.but(num_stages=stages) for stages in (2, 3)]
 
 
 SSD_PREFILL = KernelSpec(
     terms=SSD_PREFILL_CHUNKED.terms,
     op=ssd_prefill,
-    kernels=(_prepare_blocks, _scan_blocks, _prepare_fragments, _scan_roles, _scan_thirds),
-    may_spill=("_scan_roles", "_scan_thirds"),
+    kernels=(_prepare_blocks, _scan_blocks, _prepare_fragments, _scan_roles),
+    may_spill=("_scan_roles",),
     cases=SSD_PREFILL_CHUNKED.cases,
     small=[
         Case(H=4, P=16, N=16, G=2, Q=16),

@@ -23,12 +23,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 
 from nemotriton import device
-from nemotriton.kernels.dependent import dependent
-from nemotriton.kernels.op import Tile, launch, next_pow2
+from nemotriton.kernels.dependent import as_dependent, dependent
+from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2
 from nemotriton.kernels.ssd_blocks import _prepare_decays
 from nemotriton.kernels.ssd_chunk import chunk_rows
 from nemotriton.kernels.ssd_hopper import _scan_roles
-from nemotriton.kernels.ssd_thirds import _scan_thirds
 
 SHAPE = (64, 128, 128)  # head_dim, state and chunk it is written for
 CHUNK = SHAPE[2]
@@ -37,6 +36,10 @@ _ELEMENT = {
     torch.float16: gl.float16,
     torch.float32: gl.float32,
 }
+HEADS = 8  # heads whose decays a program makes
+# Up to so many chunks the scan is launched as a dependent, which saves 2 us. Its programs then
+# start one by one and where there is room, and with 64 chunks and more it took 3 to 12 % longer.
+SHORT = 24
 STORED = frozenset(_ELEMENT)  # formats of the state
 
 
@@ -82,33 +85,40 @@ def _prepare_fragments(
     dt_ptr, A_ptr, bias_ptr, B_ptr, C_ptr, decays_ptr, weights_ptr, scores_ptr, work_ptr, fresh_ptr,
     chunks_idx, cu_idx, slots_idx,
     dt_t, B_t, B_g, C_t, C_g, chunks, S, G, heads_per_group, low, high,
-    N: tl.constexpr, L: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, L: tl.constexpr, TILES: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # the scan's programs come when the last of these have started, and wait for their ends
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0).to(tl.int64)
+    # halves of a triangle, which wait for memory, between tables of decays, which compute
+    cell, kind = pid // (2 + TILES), (pid % (2 + TILES)).to(tl.int32)
     cells = tl.full((), 1, tl.int64) * chunks * G
-    if pid < cells:
-        c, g = pid // G, pid % G
+    c, g = cell // G, cell % G
+    if cell >= cells:
+        _plan_sequence(
+            work_ptr, fresh_ptr, chunks_idx, cu_idx, slots_idx, pid - (2 + TILES) * cells, chunks,
+            S, BLOCK=128,
+        )  # fmt: skip
+    elif kind >= 2:
         first, tokens = chunk_rows(chunks_idx, c)
-        for h0 in range(0, heads_per_group, BLOCK_H):
-            r = h0 + tl.arange(0, BLOCK_H)
-            h = (g * heads_per_group).to(tl.int32) + r
-            _prepare_decays(
-                dt_ptr, A_ptr, bias_ptr, decays_ptr, weights_ptr, c, chunks, first, tokens, dt_t,
-                h, r < heads_per_group, low, high, L,
-            )  # fmt: skip
-    elif pid < 3 * cells:
-        cell, half = (pid - cells) // 2, ((pid - cells) % 2).to(tl.int32)
-        c, g = cell // G, cell % G
+        r = (kind - 2) * BLOCK_H + tl.arange(0, BLOCK_H)
+        h = (g * heads_per_group).to(tl.int32) + r
+        _prepare_decays(
+            dt_ptr, A_ptr, bias_ptr, decays_ptr, weights_ptr, c, chunks, first, tokens, dt_t,
+            h, r < heads_per_group, low, high, L,
+        )  # fmt: skip
+    else:
+        half = kind
         first, tokens = chunk_rows(chunks_idx, c)
         n, k = tl.arange(0, N), tl.arange(0, L)
         m = half * (L // 2) + tl.arange(0, L // 2)
         B_at = B_ptr + first * B_t + g * B_g + k[:, None] * B_t + n[None, :]
         C_at = C_ptr + first * C_t + g * C_g + m[:, None] * C_t + n[None, :]
-        B = tl.load(B_at, mask=(k < tokens)[:, None], other=0.0)
-        C = tl.load(C_at, mask=(m < tokens)[:, None], other=0.0)
+        last = tl.minimum(tokens, (half + 1) * (L // 2))
+        B = tl.load(B_at, mask=(k < last)[:, None], other=0.0)
+        C = tl.load(C_at, mask=(m < last)[:, None], other=0.0)
         scores = tl.dot(C, tl.trans(B), input_precision="ieee")
         scores = tl.where(k[None, :] <= m[:, None], scores, 0.0).to(tl.bfloat16)
         scores = tl.reshape(scores, (4, 2, 8, L // 16, 2, 4, 2))
@@ -116,11 +126,12 @@ def _prepare_fragments(
         w, e = half * 4 + tl.arange(0, 4), tl.arange(0, L * 16)
         at = scores_ptr + cell * (L * L) + w[:, None] * (L * 16) + e[None, :]
         tl.store(at, scores, mask=(e // 256)[None, :] <= w[:, None])
-    else:
-        _plan_sequence(
-            work_ptr, fresh_ptr, chunks_idx, cu_idx, slots_idx, pid - 3 * cells, chunks, S,
-            BLOCK=128,
-        )  # fmt: skip
+
+
+def as_second(x: torch.Tensor, chunks: int) -> dict[str, bool]:
+    """How a scan over so many chunks is launched behind the first kernel; as `as_dependent`."""
+    pdl = chunks <= SHORT and dependent(x)
+    return {"PDL": pdl, "launch_pdl": pdl}
 
 
 def scan_by_roles(
@@ -149,30 +160,23 @@ def scan_by_roles(
     y = torch.empty((T, H, P), dtype=x.dtype, device=where)
     operands = (dt, A, dt_bias, B, C, decays, weights, scores, work, fresh, chunks, cu, slots)
     strides = (dt.stride(0), *B.stride()[:2], *C.stride()[:2])
-    pdl = tile["PDL"] and dependent(x)
+    block = min(HEADS, next_pow2(H // G))
+    tiles = cdiv(H // G, block)
     limits = (float(dt_limit[0]), float(dt_limit[1]))
     launch(
-        _prepare_fragments, (3 * n * G + S,), *operands, *strides, n, S, G, H // G, *limits,
-        N, CHUNK, BLOCK_H=min(16, next_pow2(H // G)), PDL=pdl, launch_pdl=pdl,
-        num_warps=4, maxnreg=128,
+        _prepare_fragments, ((2 + tiles) * n * G + S,), *operands, *strides, n, S, G, H // G,
+        *limits, N, CHUNK, TILES=tiles, BLOCK_H=block, num_warps=4, maxnreg=128, **as_dependent(x),
     )  # fmt: skip
     total = S * H
     tables = (
         _rows(x, CHUNK, P), _rows(B, CHUNK, N), _rows(C, CHUNK // 2, N), _flat(decays),
         _flat(weights), _rows(y, CHUNK // 2, P), _rows(state.view(-1, 1, N), P, N),
-        scores, decays, D, y, state, work, chunks, total, n, H, G,
+        scores, decays, D, y, state, work, chunks, total, n, H, G, G if tile["GROUPED"] else 1,
     )  # fmt: skip
-    grid = (min(total, device.info(where).sms),)
-    if tile["OUTPUTS"] == 3:
-        launch(
-            _scan_thirds, grid, *tables, PDL=pdl, launch_pdl=pdl, OUTPUT_REGISTERS=112,
-            STATE_REGISTERS=120, LOAD_REGISTERS=24, num_warps=4, maxnreg=96,
-        )  # fmt: skip
-    else:
-        launch(
-            _scan_roles, grid, *tables, tile["AHEAD"],
-            OUTPUT_REGISTERS=168, STATE_REGISTERS=136, num_warps=4, maxnreg=128,
-        )  # fmt: skip
+    launch(
+        _scan_roles, (min(total, device.info(where).sms),), *tables, **as_second(x, n),
+        OUTPUT_REGISTERS=112, STATE_REGISTERS=112, LOAD_REGISTERS=32, num_warps=4, maxnreg=96,
+    )  # fmt: skip
     return y
 
 

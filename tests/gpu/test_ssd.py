@@ -38,21 +38,20 @@ def inputs(lengths: list[int], where: torch.device, done: list[int] | None = Non
     }
 
 
-def run(op: Op, args: Args, roles: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """roles: how many output roles the form for Hopper has, where the device takes it; 0: plain."""
+def run(op: Op, args: Args, roles: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """roles: the form by warp roles, where the device has it."""
     mine = args | {"state": args["state"].clone()}
-    tile = SSD_PREFILL.default(Case(H=H, P=P, N=N, G=G, Q=Q), 2048)
-    tile = tile.but(ROLES=roles > 0, OUTPUTS=max(roles, 2), PDL=roles == 3)
+    tile = SSD_PREFILL.default(Case(H=H, P=P, N=N, G=G, Q=Q), 2048).but(ROLES=roles)
     with use_tile("ssd_prefill", tile):
         return op.triton(**mine), mine["state"]
 
 
-forms = pytest.mark.parametrize("roles", [0, 2, 3])
+forms = pytest.mark.parametrize("roles", [False, True])
 
 
 @forms
 @pytest.mark.parametrize("done", [None, [37 * i for i in range(len(RAGGED))]])
-def test_the_five_kernels_agree(done: list[int] | None, roles: int, cuda: torch.device) -> None:
+def test_the_five_kernels_agree(done: list[int] | None, roles: bool, cuda: torch.device) -> None:
     args = inputs(RAGGED, cuda, done)
     found, want = run(ssd_prefill, args, roles), run(ssd_prefill_chunked, args)
     for mine, theirs in zip(found, want, strict=True):
@@ -62,7 +61,7 @@ def test_the_five_kernels_agree(done: list[int] | None, roles: int, cuda: torch.
 
 
 @forms
-def test_bits_do_not_move_and_neighbours_change_none(roles: int, cuda: torch.device) -> None:
+def test_bits_do_not_move_and_neighbours_change_none(roles: bool, cuda: torch.device) -> None:
     args = inputs(RAGGED, cuda)
     y, state = run(ssd_prefill, args, roles)
     for _ in range(20):
@@ -91,5 +90,7 @@ def test_pointers_and_descriptors_give_the_same_bits(cuda: torch.device) -> None
         whole = value.new_empty(value.shape[0] * (value[0].numel() + 5) + 1)
         strides = (value[0].numel() + 5, value.shape[2], 1)
         off[name] = whole[1:].as_strided(value.shape, strides, storage_offset=1).copy_(value)
-    for mine, theirs in zip(run(ssd_prefill, args, 0), run(ssd_prefill, off, 0), strict=True):
+    for mine, theirs in zip(
+        run(ssd_prefill, args, False), run(ssd_prefill, off, False), strict=True
+    ):
         assert torch.equal(mine, theirs)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nemotriton.kernels import ssd_hopper, ssd_thirds
+from nemotriton.kernels import ssd_hopper, ssd_loads
 from nemotriton.kernels.ssd_blocks import DECAYED, WEIGHTED
 from tests.interpreter import ssd_assembly
 
@@ -279,10 +279,8 @@ def language(machine: Machine) -> SimpleNamespace:
     )
 
 
-def emulate(
-    kernel: str, grid: int, operands: list[Any], options: dict[str, Any], seed: int = 0
-) -> None:
-    """A kernel of these files over `grid` programs; operands as the launch has them."""
+def emulate(grid: int, operands: list[Any], options: dict[str, Any], seed: int = 0) -> None:
+    """`_scan_roles` over `grid` programs; operands as the launch has them."""
     outside = r"@gluon\.jit(\(.*?\))?$|^from .*? import (\((?s:.*?)\)|.*?)$"
     machine = Machine(seed)
 
@@ -310,8 +308,7 @@ def emulate(
         "DECAYED": DECAYED.value,
         "WEIGHTED": WEIGHTED.value,
     }
-    modules = (ssd_hopper, ssd_thirds) if kernel == "_scan_thirds" else (ssd_hopper,)
-    for module in modules:
+    for module in (ssd_loads, ssd_hopper):
         source = Path(module.__file__).read_text()
         source = re.sub(outside, lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
         exec(compile(source, module.__file__, "exec"), names)
@@ -320,7 +317,7 @@ def emulate(
     try:
         for program in range(grid):
             machine.here.program = (program, grid)
-            names[kernel](*map(operand, operands), **options)
+            names["_scan_roles"](*map(operand, operands), **options)
             assert not machine.copies, "a copy was still under way at the program's end"
     finally:
         machine.over = True

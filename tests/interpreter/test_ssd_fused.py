@@ -15,7 +15,7 @@ from tests.test_ssd import Inputs, Sizes, inputs, state_of
 
 BF16 = torch.bfloat16
 FACTORS = 3  # C_m . B_k, its decay, and their product are rounded
-PLAIN = Tile(BLOCK_P=16, PACKED=True, ROLES=False, AHEAD=False, num_warps=4, num_stages=2)
+PLAIN = Tile(BLOCK_P=16, PACKED=True, ROLES=False, GROUPED=False, num_warps=4, num_stages=2)
 WIDE = Sizes(H=4, P=16, N=16, G=2)  # TMA reads these
 ODD = Sizes(H=3, P=5, N=12, G=1)
 

@@ -1,6 +1,5 @@
 """The form for Hopper: its first kernel in the interpreter, its second by emulation."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from nemotriton.kernels.op import Case, launch, use_tile
 from nemotriton.kernels.ssd import chunk_table
 from nemotriton.kernels.ssd_fused import SSD_PREFILL, has_roles, ssd_prefill
 from nemotriton.kernels.ssd_hopper import _scan_roles
-from nemotriton.kernels.ssd_thirds import _scan_thirds
 from tests.conftest import Poison
 from tests.interpreter.gluon_emulation import emulate
 from tests.interpreter.test_ssd import Ragged, as_model, prefill
@@ -19,40 +17,36 @@ from tests.test_ssd import Inputs, Sizes, inputs, state_of
 
 SIZES = Sizes(H=2, P=64, N=128, G=1)
 BF16 = torch.bfloat16
-TILE = SSD_PREFILL.default(Case(H=2, P=64, N=128, G=1, Q=128), 512).but(OUTPUTS=3)
 SMS = 3  # fewer than items, so that a program goes from one to the next
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if on Hopper: the op takes this form, and its second kernel is emulated."""
     seeds = iter(range(100))
 
     def run(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
-        if kernel not in (_scan_roles, _scan_thirds):
+        if kernel is not _scan_roles:
             launch(kernel, grid, *args, **meta)
             return
         options = {k: v for k, v in meta.items() if k not in ("num_warps", "maxnreg", "launch_pdl")}
         programs = min(SMS, args[14] if grid[0] > 0 else 0)
-        emulate(kernel.__name__, programs, list(args), options, next(seeds))
+        emulate(programs, list(args), options, next(seeds))
 
     monkeypatch.setattr(ssd_roles, "launch", run)
     monkeypatch.setattr(ssd_fused, "target", lambda where: 90)
-    with use_tile("ssd_prefill", TILE):
-        yield
 
 
 def rows(lengths: list[int], extreme: bool = False) -> Inputs:
     return as_model(inputs(sum(lengths), SIZES, len(lengths), extreme), BF16)
 
 
-@pytest.mark.parametrize("outputs,extreme", [(3, False), (3, True), (2, True)])
-def test_ragged_pieces_against_the_recurrence(outputs: int, extreme: bool, poison: Poison) -> None:
+@pytest.mark.parametrize("extreme", [False, True])
+def test_ragged_pieces_against_the_recurrence(extreme: bool, poison: Poison) -> None:
     """Whole chunks and short ones, an empty piece, one token, a pad; fresh and continued."""
     lengths = [129, 0, 1, 256, 70, 3]
     case = Ragged(SIZES, 128, lengths, [4, 2, 0, 6, 5, -1], [False, True, True, False, True, False])
-    with use_tile("ssd_prefill", TILE.but(OUTPUTS=outputs)):
-        case.check(ssd_prefill, rows(lengths, extreme), BF16, roundings=4)
+    case.check(ssd_prefill, rows(lengths, extreme), BF16, roundings=4)
 
 
 def test_a_table_on_the_sequence_s_own_grid(poison: Poison) -> None:
@@ -88,6 +82,19 @@ def test_a_piece_has_the_bits_it_has_alone() -> None:
         got = prefill(a.rows(part), alone, [lengths[s]], [0], [False], 128, op=ssd_prefill)
         assert torch.equal(got, y[part])
         assert torch.equal(alone[0], packed[slot])
+
+
+@pytest.mark.parametrize("roles", [True, False])
+def test_the_order_of_heads_moves_no_bit(roles: bool) -> None:
+    sizes, found = Sizes(H=4, P=64, N=128, G=2), []
+    a = as_model(inputs(140, sizes, 1), BF16)
+    for grouped in (False, True):
+        tile = SSD_PREFILL.default(Case(H=4, P=64, N=128, G=2, Q=128), 140)
+        state = state_of(1, sizes).float()
+        with use_tile("ssd_prefill", tile.but(ROLES=roles, GROUPED=grouped)):
+            y = prefill(a, state, [140], [0], [False], 128, op=ssd_prefill)
+        found.append((y, state))
+    assert all(torch.equal(p, q) for p, q in zip(*found, strict=True))
 
 
 def test_the_plain_form_agrees() -> None:
