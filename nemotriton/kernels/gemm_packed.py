@@ -22,7 +22,7 @@ from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrde
 from nemotriton.kernels.fp4 import random_nvfp4
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
-from nemotriton.kernels.gemm_quant_tiles import WIDENED
+from nemotriton.kernels.gemm_quant_tiles import WIDENED, widened_tile
 from nemotriton.kernels.gemm_square import _square, describable, square
 from nemotriton.kernels.gemm_stream import FIRST, finish
 from nemotriton.kernels.hopper_pack import (
@@ -349,7 +349,7 @@ def _default(case: Case, tokens: int) -> Tile:
             return _stream_tile((t, 32 if tokens <= 4 else 64, 4, 3))
         return _stream_tile((t, 16 if t == 8 else 32, 8, 3))
     if tokens > WIDEN_BEYOND:
-        return WIDENED[0]
+        return widened_tile()
     shape = _MANY[0] if tokens <= 32 else _MANY[1] if tokens <= 64 else _MANY[2]
     return _many_tile(case, shape, tokens)
 

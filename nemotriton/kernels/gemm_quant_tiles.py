@@ -38,7 +38,7 @@ def fp8_default(case: Case, tokens: int) -> Tile:
     if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
         return stream_tile(case.N, tokens, 1)
     if not case.Q and tokens >= WIDEN_TOKENS:
-        return WIDENED[0]
+        return widened_tile()
     if tokens <= STREAM_TOKENS or not case.Q:
         return generic_tile(case, tokens)
     if tokens <= 64:
@@ -53,6 +53,13 @@ def fp8_default(case: Case, tokens: int) -> Tile:
 # moved, at what 16-bit operands by TMA gain over decoding in the product.
 WIDEN_TOKENS = 512
 WIDENED = [square_tile(shape) for shape in SQUARE]  # of a widened weight
+
+
+def widened_tile() -> Tile:
+    """With four warps, 2.5 % less time on an H200 that runs at its power cap."""
+    return WIDENED[1] if on_hopper() else WIDENED[0]
+
+
 _HALVES_FP8 = [square_tile((128, 128, 128, 8, stages), halves=2) for stages in (4, 3)]
 SQUARE_FP8 = (
     (128, 128, 128, 4, 3),

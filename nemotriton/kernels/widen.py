@@ -56,6 +56,12 @@ def widen_packed_ref(words: torch.Tensor, rows: int, cols: int, dtype: torch.dty
 
 
 # ---------------------------------------------------------------------------------------- kernels
+@triton.jit
+def e4m3_exactly(byte, dtype: tl.constexpr, ASM: tl.constexpr):
+    """`e4m3_to` that keeps NaN, which the assembly takes for a number."""
+    return tl.where((byte & 0x7F) == 0x7F, float("nan"), e4m3_to(byte, dtype, ASM))
+
+
 @triton.jit(do_not_specialize=["N"])
 def _widen_fp8(
     w_ptr, y_ptr, w_stride, N, K,
@@ -71,7 +77,7 @@ def _widen_fp8(
     if not EVEN_K:
         live &= k < K
     byte = tl.load(w_ptr + n * w_stride + k, mask=live, other=0)
-    tl.store(y_ptr + n * K + k, e4m3_to(byte, y_ptr.dtype.element_ty, ASM), mask=live)
+    tl.store(y_ptr + n * K + k, e4m3_exactly(byte, y_ptr.dtype.element_ty, ASM), mask=live)
 
 
 @triton.jit(do_not_specialize=["N"])

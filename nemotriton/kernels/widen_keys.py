@@ -13,7 +13,6 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels.fixed_order import UNORDERED
-from nemotriton.kernels.gemm_stream import e4m3_to
 from nemotriton.kernels.kv_cache import check_caches
 from nemotriton.kernels.op import (
     Args,
@@ -29,6 +28,7 @@ from nemotriton.kernels.op import (
     target,
 )
 from nemotriton.kernels.paged import attention_case, attention_inputs
+from nemotriton.kernels.widen import e4m3_exactly
 
 DTYPES = (torch.bfloat16, torch.float16)
 Widened = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -77,8 +77,8 @@ def _widen_keys(
     k = tl.load(k_ptr + at, mask=live, other=0)
     v = tl.load(v_ptr + at, mask=live, other=0)
     to = (own * (PAGE * HEADS) + row) * D + d
-    tl.store(wide_k_ptr + to, e4m3_to(k, wide_k_ptr.dtype.element_ty, ASM), mask=inside)
-    tl.store(wide_v_ptr + to, e4m3_to(v, wide_v_ptr.dtype.element_ty, ASM), mask=inside)
+    tl.store(wide_k_ptr + to, e4m3_exactly(k, wide_k_ptr.dtype.element_ty, ASM), mask=inside)
+    tl.store(wide_v_ptr + to, e4m3_exactly(v, wide_v_ptr.dtype.element_ty, ASM), mask=inside)
     tl.store(table_ptr + own, own.to(tl.int32))
 
 
