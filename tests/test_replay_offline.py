@@ -33,7 +33,12 @@ def compiled(state: str, new: int, **options: object) -> tuple[object, str]:
 
 @pytest.mark.parametrize(
     ("state", "new", "update"),
-    [("fp32", 1, True), ("fp32", 4, True), ("int8", 4, True), ("int8", 4, False)],
+    [
+        ("fp32", 4, True),
+        ("int8", 4, True),
+        ("int8", 4, False),
+        ("fp16-sr", 4, True),
+    ],
 )
 def test_sums_over_columns_have_one_order(state: str, new: int, update: bool) -> None:
     """Scores and the read of the state, up to the border and beyond: each product over the columns
@@ -44,6 +49,5 @@ def test_sums_over_columns_have_one_order(state: str, new: int, update: bool) ->
     assert len(dots) == text.count("tt.dot "), "all are read"
     long = [dot for dot in dots.values() if dot[1] > 16]
     assert not [dot for dot in long if dot[0] in dots]
-    windows = 1 if new == 1 else 2
-    widths = {2: 3 * windows} if state == "fp32" else {2: windows, 4: windows}
+    widths = {2: 2, 4: 2} if state == "int8" else {2: 6}
     assert collections.Counter(width for _, _, width in long) == widths

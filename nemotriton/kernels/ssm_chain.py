@@ -103,8 +103,8 @@ def _answers(
     if SLICE_P:
         for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE_P):
             p = p0 + i + tl.arange(0, SLICE_P)
-            h, scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
-            _answer(h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
+            some, its_scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
+            _answer(some, its_scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
                     P, DRAFTS)  # fmt: skip
     else:
         p = p0 + tl.arange(0, BLOCK_P)

@@ -343,18 +343,24 @@ def _make_ssm_replay(
     return args
 
 
+_FEW = {"fp32": 1, "bf16": 16, "int8": 16}  # sequences that leave too few programs for slices
+
+
 def _default_tile(case: Case, tokens: int) -> Tile:
     """A warp a program, whose rows fill its registers; few rows for few sequences; more warps where
-    rows are rounded whole."""
+    rows are rounded whole. Slices where there are programs enough to fill a GPU."""
     rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
     if case.STATE in ("fp16-sr", "int16"):
         few = (case.STATE == "fp16-sr") == (case.NEW == 1)  # registers are left
-        rows = 32 if few or case.TREE else 64
-        warps = 4 if case.TREE and case.STATE == "fp16-sr" else 2
+        rows, warps = 32 if few or case.TREE else 64, 2
+        if case.TREE and case.STATE == "fp16-sr":
+            rows = 16
     elif case.STATE == "fp16" and case.NEW > 1:
         rows, warps = 64, 2
     elif case.TREE:
         rows = 32
+    elif case.P > 16 and case.STATE in _FEW and tokens > case.NEW * _FEW[case.STATE]:
+        return _sliced(case)
     elif tokens <= case.NEW and case.STATE != "fp16":
         rows = 16
     elif case.STATE == "int8" and case.NEW > 1 and most_shared() < LARGE:
@@ -362,6 +368,13 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     elif case.STATE == "bf16" and tokens <= 16 * case.NEW:
         rows = 32
     return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
+
+
+def _sliced(case: Case) -> Tile:
+    """16 rows of the state in registers at a time. Of fp32 states, which fill L2 sooner, and of
+    drafts, which need more registers, fewer programs are there at a time."""
+    tile = Tile(BLOCK_P=min(next_pow2(case.P), 64), SLICE_P=16, num_warps=1, num_stages=1)
+    return tile if case.STATE == "fp32" or case.NEW > 1 else tile.but(maxnreg=168)
 
 
 def _tiles(case: Case) -> list[Tile]:
@@ -372,16 +385,11 @@ def _tiles(case: Case) -> list[Tile]:
         for p, w in ((16, 1), (32, 1), (64, 1), (16, 2), (32, 2), (64, 2))
         if p <= max(next_pow2(case.P), 16)
     ]
-    if case.STATE == "fp16-sr" and case.TREE and case.P > 16:
-        found.append(found[1].but(num_warps=4))
     if case.STATE in ("bf16", "fp32") and case.NEW == 1 and case.P > 16:
         found.append(found[1].but(maxnreg=128 if case.STATE == "bf16" else 168))
     if not case.TREE and case.P > 16:
-        for registers in (168, 128)[: 1 + (case.NEW == 1)]:
-            rows = min(64, next_pow2(case.P))
-            sliced = {"BLOCK_P": rows, "SLICE_P": 16, "num_warps": 1, "num_stages": 1}
-            found.append(Tile(**sliced, maxnreg=registers))
-    return found
+        found += [_sliced(case), *(_sliced(case).but(maxnreg=r) for r in (128, 168))]
+    return list(dict.fromkeys(found))
 
 
 def _cases(config: object) -> list[Case]:

@@ -175,7 +175,11 @@ def _fold(
     h = tl.fma(restore_state(h, scale, scales_ptr), left, added)
     bits = None
     if seeds_ptr is not None:
-        bits = state_noise(tl.load(seeds_ptr + s), position, layer, first_row + p, N, BLOCK_N)
+        # always so; behind a branch since by the joins in the noise the compiler would order the
+        # terms of the product that reads this state
+        bits = tl.zeros(h.shape, tl.int32)
+        if position >= 0:
+            bits = state_noise(tl.load(seeds_ptr + s), position, layer, first_row + p, N, BLOCK_N)
     return round_state(h, state_ptr, scales_ptr, bits)
 
 
