@@ -287,8 +287,8 @@ def _run(
         return y
     if "TMA" in tile or "STREAM" in tile:
         # one tile for all tokens of a phase; that of many tokens sums as a widened weight's does
-        one = fixed_order.phase() and tile not in WIDENED
-        tile = generic_tile(Case(N=N, K=K), 16 if one else T)
+        few = 16 if fixed_order.phase() else T
+        tile = generic_tile(Case(N=N, K=K), max(T, WIDEN_TOKENS) if tile in WIDENED else few)
     if x.dtype == torch.float32:  # exact fp32 products have no tensor core: larger tiles spill
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)

@@ -47,6 +47,16 @@ def test_fp8_product(T: int, poison: Poison, monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == (T >= WIDEN_TOKENS)
 
 
+def test_few_rows_sum_as_many_do(poison: Poison) -> None:
+    """A row alone, by the tile of a prompt of the invariant mode, and among many."""
+    case = Case(N=80, K=144, Q=0)
+    args = build(FP8_MATMUL, case, WIDEN_TOKENS, "bf16")
+    with fixed_order(PREFILL), use_tile("fp8_matmul", WIDENED[0]):
+        many = fp8_matmul(**args)
+        for rows in (1, 40, 300):
+            assert torch.equal(fp8_matmul(**{**args, "x": args["x"][:rows]}), many[:rows])
+
+
 def test_rows_that_no_descriptor_fits_are_decoded_in_the_product(poison: Poison) -> None:
     case = Case(N=80, K=144, Q=0)
     args = build(FP8_MATMUL, case, WIDEN_TOKENS, "bf16")
