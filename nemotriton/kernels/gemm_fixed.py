@@ -24,6 +24,8 @@ def is_asynchronous(tall: int, tile: Tile) -> bool:
 
 def product_order(tile: Tile) -> Any:
     """What decides the order along K of a tile of `gemm` or `gemm_quant`."""
+    if "GROUPS" in tile:
+        return "direct", tile["num_warps"], tile["GROUPS"]
     step = int(tile["BLOCK_K"])
     if "STREAM" in tile:
         # a rotated start depends on which outputs a program has

@@ -21,6 +21,7 @@ from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrder
 from nemotriton.kernels.fp4 import random_nvfp4
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
+from nemotriton.kernels.gemm_direct import _direct_packed, direct_packed, direct_tile, is_direct
 from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
 from nemotriton.kernels.gemm_quant_tiles import WIDENED, widened_tile
 from nemotriton.kernels.gemm_square import _square, describable, square
@@ -227,7 +228,9 @@ def packed_matmul(
             square(x, wide, (global_scale, None), bias, squared, residual, y, tile)
             return y
         tile = _many_tile(Case(N=rows, K=K), _MANY[2], T)
-    run = _run_stream if "STREAM" in tile else _run_tiles
+    if "GROUPS" in tile and not is_direct(tile, x, K):
+        tile = _stream_tile(_STREAM[0] if T <= 8 else _STREAM[6])
+    run = direct_packed if "GROUPS" in tile else _run_stream if "STREAM" in tile else _run_tiles
     run(x, words, global_scale, bias, epilogue == "relu2", residual, y, tile)
     return y
 
@@ -372,6 +375,8 @@ def _suits(tile: Tile, tokens: int) -> bool:
 
 def _sum_order(tile: Tile) -> tuple[int | bool | str, ...]:
     """What decides the order along K."""
+    if "GROUPS" in tile:
+        return "direct", tile["num_warps"], tile["GROUPS"]
     if "STREAM" in tile:  # a rotated start depends on which outputs a program has
         return True, tile["num_warps"], tile["BLOCK_N"] if tile.get("ROTATE", False) else 0
     if "TMA" in tile:  # columns in their own order, not in that of the words
@@ -398,9 +403,9 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 PACKED_MATMUL = KernelSpec(
     terms=lambda case: case.K,
     op=packed_matmul,
-    kernels=(_stream_packed, _order, _packed, _sum_splits, packed_product, _square),
+    kernels=(_stream_packed, _direct_packed, _order, _packed, _sum_splits, packed_product, _square),
     cases=lambda config: [Case(N=n, K=k) for n, k in quantised_sizes(config)],
-    small=[Case(N=80, K=336), Case(N=37, K=80), Case(N=160, K=1040)],
+    small=[Case(N=80, K=336), Case(N=37, K=80), Case(N=160, K=1040), Case(N=40, K=1024)],
     tokens=(4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
     make=_make,
     tiles=_tiles,

@@ -37,6 +37,7 @@ from nemotriton.kernels.fp4 import (
     random_nvfp4,
 )
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
+from nemotriton.kernels.gemm_direct import _direct, direct, is_direct
 from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
 from nemotriton.kernels.gemm_quant_tiles import (
     WIDEN_TOKENS,
@@ -49,10 +50,12 @@ from nemotriton.kernels.gemm_quant_tiles import (
 )
 from nemotriton.kernels.gemm_square import _square, describable, square
 from nemotriton.kernels.gemm_stream import (
+    STREAM_TOKENS,
     _stream,
     e4m3_to,
     finish,
     stream,
+    stream_tile,
 )
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
@@ -282,6 +285,12 @@ def _run(
         if describable(wide):
             square(x, wide, (scale, None), *ends)
             return y
+    if is_direct(tile, x, K, values):
+        direct(x, values, (scale, input_scale), *ends)
+        return y
+    if "GROUPS" in tile:  # rows of a length or at places that its loads cannot take
+        tile = stream_tile(N, min(T, STREAM_TOKENS), 1)
+        ends = (*ends[:-1], tile)
     if "STREAM" in tile and x.dtype != torch.float32:
         stream(x, values, (scale, input_scale), *ends)
         return y
@@ -368,11 +377,11 @@ def _spec(
     return KernelSpec(
         terms=lambda case: case.K,
         op=wrapper,
-        kernels=(_matmul_quant, _sum_splits, _stream, _square),
+        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _square),
         cases=lambda config: [
             Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],
-        small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0)],
+        small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0), Case(N=24, K=1024, Q=0)],
         tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
         make=make,
         tiles=tiles,

@@ -1,4 +1,4 @@
-"""The streaming and square forms number by number: every e4m3 byte, and bits that repeat.
+"""The streaming, direct and square forms number by number: every e4m3 byte, and bits that repeat.
 
 The checks take a device: the GPU tests run the same ones on compiled kernels."""
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nemotriton.kernels as K
+from nemotriton.kernels.gemm_direct import direct_tile
 from nemotriton.kernels.gemm_quant import FP8_MATMUL
 from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.op import Case, Tile, use_tile
@@ -45,7 +46,12 @@ def check_sums_of_e4m3(where: torch.device, columns: int) -> None:
         assert torch.equal(y, torch.full_like(y, columns))
 
 
-TILES = {"stream": STREAM, "generic": GENERIC}
+TILES = {
+    "stream": STREAM,
+    "generic": GENERIC,
+    "direct": direct_tile(16, 16, 1, 1),
+    "direct, plain": direct_tile(16, 16, 1, 1, asm=False),
+}
 
 
 @pytest.mark.parametrize("form", TILES)
