@@ -283,17 +283,14 @@ def is_direct(tile: Tile, x: torch.Tensor, K: int, weight: torch.Tensor | None =
     if "GROUPS" not in tile or x.dtype == torch.float32:
         return False
     whole = K % (int(tile["GROUPS"]) * int(tile["num_warps"]) * COLUMNS) == 0
-    rows = [x] if weight is None else [x, weight]
-    return whole and all(
-        r.stride(0) * r.element_size() % 16 == 0 and _address(r) % 16 == 0 for r in rows
-    )
+    return whole and aligned(x) and (weight is None or aligned(weight))
 
 
-def _address(rows: torch.Tensor) -> int:
-    """Where rows begin; 0 for those of a meta tensor."""
-    if rows.device.type == "meta":
-        return rows.storage_offset() * rows.element_size()
-    return rows.data_ptr()
+def aligned(rows: torch.Tensor) -> bool:
+    """Whether every row begins at a multiple of 16 bytes; a meta tensor's storage does."""
+    first = rows.storage_offset() * rows.element_size()
+    first = first if rows.device.type == "meta" else rows.data_ptr()
+    return first % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
 
 
 def direct(

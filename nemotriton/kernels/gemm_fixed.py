@@ -31,6 +31,8 @@ def product_order(tile: Tile) -> Any:
         # a rotated start depends on which outputs a program has
         turned = tile["BLOCK_N"] if tile.get("ROTATE", False) else 0
         return "stream", tile["num_warps"], step, turned
+    if "WIDE" in tile:
+        return "wide", step, tile["SPLITS"]
     swap = bool(tile.get("SWAP", False))
     tall = int(tile["BLOCK_N"] if swap else tile["BLOCK_T"])
     return "tiles", swap, is_asynchronous(tall, tile), step, tile.get("SPLITS", 1)

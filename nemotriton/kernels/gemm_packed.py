@@ -7,7 +7,7 @@ Few tokens take the streaming form (see `gemm_stream`): each warp of a program m
 its own by mma.sync. x's columns are brought into the words' order in registers, which is free: it
 needs neither a copy of x nor gathering loads. ROTATE, AHEAD and EARLY are `gemm_stream`'s. More
 tokens take wgmma, whose right operand comes from shared memory: there x is copied into the words'
-order first (`_order`). For thousands of them V is written out in 16 bits first (`widen`).
+order first (`gemm_wide`). For thousands of them V is written out in 16 bits first (`widen`).
 
 x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
 """
@@ -26,6 +26,7 @@ from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
 from nemotriton.kernels.gemm_quant_tiles import WIDENED, widened_tile
 from nemotriton.kernels.gemm_square import _square, describable, square
 from nemotriton.kernels.gemm_stream import FIRST, finish
+from nemotriton.kernels.gemm_wide import _order, order_columns
 from nemotriton.kernels.hopper_pack import (
     TILE,
     WEIGHT_UNIT,
@@ -33,7 +34,6 @@ from nemotriton.kernels.hopper_pack import (
     fragments,
     pack_hopper,
     packed_product,
-    position_column,
     tiles_of,
     unpack_hopper,
 )
@@ -148,20 +148,6 @@ def _stream_packed(
     finish(y, b_ptr, r_ptr, y_ptr, t[None, :], n[:, None], T, N, r_stride, RELU2)
 
 
-@triton.jit
-def _order(x_ptr, y_ptr, x_stride, K, W, BLOCK_K: tl.constexpr, PDL: tl.constexpr):
-    """BLOCK_K columns of a row of x in wgmma's `k_order`, with zeros up to W columns."""
-    pid = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    blocks = tl.cdiv(W, BLOCK_K)
-    t, k = pid // blocks, pid % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
-    column = position_column(k, False)
-    x = tl.load(x_ptr + t * x_stride + column, mask=column < K, other=0.0)
-    tl.store(y_ptr + t * W + k, x, mask=k < W)
-
-
 @triton.jit(do_not_specialize=["T"])
 def _packed(
     x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr, r_stride, T, N,
@@ -271,9 +257,7 @@ def _run_tiles(
     (T, K), N = x.shape, y.shape[1]
     k_tiles = words.shape[1]
     width = k_tiles * TILE
-    ordered = torch.empty((T, width), dtype=x.dtype, device=x.device)
-    order, late = (x, ordered, x.stride(0), K, width), as_dependent(x)
-    launch(_order, (T * cdiv(width, 1024),), *order, BLOCK_K=1024, num_warps=4, **late)
+    ordered, late = order_columns(x, width), as_dependent(x)
     steps = width // int(tile["BLOCK_K"])
     splits = next(s for s in range(int(tile["SPLITS"]), 0, -1) if k_tiles % s == 0)
     asm = bool(tile["ASM"]) and target(x.device) >= 90

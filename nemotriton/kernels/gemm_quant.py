@@ -57,6 +57,7 @@ from nemotriton.kernels.gemm_stream import (
     stream,
     stream_tile,
 )
+from nemotriton.kernels.gemm_wide import _order, _wide, is_wide, wide
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import (
     Args,
@@ -288,13 +289,16 @@ def _run(
     if is_direct(tile, x, K, values):
         direct(x, values, (scale, input_scale), *ends)
         return y
+    if is_wide(tile, x, K, values):
+        wide(x, values, (scale, input_scale), *ends)
+        return y
     if "GROUPS" in tile:  # rows of a length or at places that its loads cannot take
         tile = stream_tile(N, min(T, STREAM_TOKENS), 1)
         ends = (*ends[:-1], tile)
     if "STREAM" in tile and x.dtype != torch.float32:
         stream(x, values, (scale, input_scale), *ends)
         return y
-    if "TMA" in tile or "STREAM" in tile:
+    if not {"TMA", "STREAM", "WIDE"}.isdisjoint(tile):
         # one tile for all tokens of a phase; that of many tokens sums as a widened weight's does
         few = 16 if fixed_order.phase() else T
         tile = generic_tile(Case(N=N, K=K), max(T, WIDEN_TOKENS) if tile in WIDENED else few)
@@ -377,7 +381,7 @@ def _spec(
     return KernelSpec(
         terms=lambda case: case.K,
         op=wrapper,
-        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _square),
+        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _order, _wide, _square),
         cases=lambda config: [
             Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],

@@ -9,6 +9,7 @@ import nemotriton.kernels as K
 from nemotriton.kernels.gemm_direct import direct_tile
 from nemotriton.kernels.gemm_quant import FP8_MATMUL
 from nemotriton.kernels.gemm_square import square_tile
+from nemotriton.kernels.gemm_wide import wide_tile
 from nemotriton.kernels.op import Case, Tile, use_tile
 
 CPU = torch.device("cpu")
@@ -51,6 +52,7 @@ TILES = {
     "generic": GENERIC,
     "direct": direct_tile(16, 16, 1, 1),
     "direct, plain": direct_tile(16, 16, 1, 1, asm=False),
+    "wide": wide_tile(64, 64, 64, 4, 3, 1),
 }
 
 
