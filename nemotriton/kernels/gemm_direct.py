@@ -1,20 +1,24 @@
 """The direct form of y = epilogue(scale * (x W^T) + bias): a few tokens, quantised weights that go
 from memory to the tensor cores' registers without a stop.
 
-As in the streaming form (`gemm_stream`) a program takes BLOCK_N rows of W over all of K, and each of
-its warps (SLICES) multiplies columns of its own, as one matrix of a batched product. But nothing
-passes through shared memory and no warp waits for another before the end: a lane's loads of 16 bytes
-are its fragments of `mma.sync` once the columns of both operands are taken in the order in which they
-lie, and the next step's loads are under way while this step's numbers are decoded. It takes two
-thirds of the streaming form's instructions for a weight, and far more warps, whose x is in L1.
+As in the streaming form (`gemm_stream`) a program takes BLOCK_N rows of W over all of K, and each
+of its warps (SLICES) multiplies columns of its own, as one matrix of a batched product. But
+nothing passes through shared memory and no warp waits for another before the end: a lane's loads
+of 16 bytes are its fragments of `mma.sync` once the columns of both operands are taken in the
+order in which they lie, and the next step's loads are under way while this step's numbers are
+decoded. It takes two thirds of the streaming form's instructions for a weight, and far more warps,
+whose x is in L1.
+
+It is a dependent launch, whose first weights are on their way before it waits. With EARLY it lets
+the next kernel come as soon as all its programs have waited: they have their places then.
 
 Of 64 columns a lane has 16 neighbours, as four words q of pairs p of columns e: column 16 t + 4 q +
 2 p + e of lane 4 g + t. FP8 words are four e4m3 numbers of a row g; words of packed NVFP4
 (`hopper_pack`) four e2m1 numbers of row g and four of row g + 8.
 
-x [T, K] with a free row stride, bf16 or fp16, rows from 16-byte boundaries on; FP8 W [N, K] as int32
-[N, K/4]; K a multiple of a program's step, SLICES * 64 * GROUPS columns. A row's sum depends on
-SLICES and GROUPS, never on the number of rows.
+x [T, K] with a free row stride, bf16 or fp16, rows from 16-byte boundaries on; FP8 W [N, K] as
+int32 [N, K/4]; K a multiple of a program's step, SLICES * 64 * GROUPS columns. A row's sum depends
+on SLICES and GROUPS, never on the number of rows.
 """
 
 import torch
@@ -92,7 +96,7 @@ def _low_byte(words, dtype: tl.constexpr):
 def e4m3_words(words, dtype: tl.constexpr, ASM: tl.constexpr):
     """The four numbers of int32 words of e4m3 bytes in bf16 or fp16, lowest byte first; exact.
 
-    NaN codes, which no quantiser leaves in a weight, become 480 in all forms but fp16's assembly."""
+    NaN codes, which no quantiser leaves in a weight, become 480 but for fp16's assembly."""
     if ASM and dtype == tl.bfloat16:
         a, b, c, d = _bf16_asm(words)
     elif ASM:
@@ -177,7 +181,8 @@ def _direct(
     x_ptr, w_ptr, weight_scale_ptr, input_scale_ptr, b_ptr, r_ptr, y_ptr,
     x_stride, w_stride, r_stride, T, N,
     RELU2: tl.constexpr, STEPS: tl.constexpr, ASM: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_T tokens, over STEPS steps; w_stride in words."""
     STEP: tl.constexpr = SLICES * GROUPS * 64
@@ -195,6 +200,8 @@ def _direct(
     words = tl.load(w_at, cache_modifier=".cg")
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(STEPS - 1, num_stages=1, loop_unroll_factor=2):
@@ -206,7 +213,7 @@ def _direct(
         w = _fp8_rows(words, x.dtype, ASM, SLICES, BLOCK_N, GROUPS)
         acc = tl.dot(w, _tokens(x, SLICES, BLOCK_T, GROUPS), acc, input_precision="ieee")
         words = coming
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     at = x_at + (STEPS - 1) * STEP
     x = tl.load(tl.max_contiguous(tl.multiple_of(at, [1, 1, 1, 16]), [1, 2, 4, 16]))
@@ -225,7 +232,8 @@ def _direct(
 def _direct_packed(
     x_ptr, words_ptr, scale_ptr, b_ptr, r_ptr, y_ptr, x_stride, r_stride, T, N,
     RELU2: tl.constexpr, K_TILES: tl.constexpr, ASM: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of BLOCK_T tokens; GROUPS // 2 tiles for each of SLICES warps a step."""
     NB: tl.constexpr = BLOCK_N // 16
@@ -253,6 +261,8 @@ def _direct_packed(
     words, scales = tl.load(w_at, cache_modifier=".cg"), tl.load(s_at)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
 
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_T), tl.float32)
     for step in tl.range(STEPS - 1, num_stages=1, loop_unroll_factor=2):
@@ -265,7 +275,7 @@ def _direct_packed(
         w = _packed_rows(words, scales, x.dtype, ASM, SLICES, BLOCK_N, GROUPS)
         acc = tl.dot(w, _tokens(x, SLICES, BLOCK_T, GROUPS), acc, input_precision="ieee")
         words, scales = coming, coming_scales
-    if PDL:
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     at = x_at + (STEPS - 1) * (SLICES * GROUPS * 64)
     x = tl.load(tl.max_contiguous(tl.multiple_of(at, [1, 1, 1, 16]), [1, 2, 4, 16]))
@@ -340,7 +350,13 @@ def _constants(x: torch.Tensor, squared: bool, tile: Tile) -> dict[str, int | bo
     return {**tile, **more, "ASM": asm}
 
 
-def direct_tile(t: int, n: int, groups: int, warps: int, asm: bool = True) -> Tile:
-    """BLOCK_T, BLOCK_N and the groups of 64 columns that a warp takes a step."""
+def direct_tile(
+    t: int, n: int, groups: int, warps: int, asm: bool = True, registers: int = 0
+) -> Tile:
+    """BLOCK_T, BLOCK_N and the groups of 64 columns that a warp takes a step.
+
+    `registers`: as many as a lane has where all programs are on the GPU at once; left to itself,
+    ptxas asks for the loads of a step one after the other, or spills, to save some."""
     tile = Tile(BLOCK_T=t, BLOCK_N=n, GROUPS=groups, num_warps=warps, num_stages=1)
-    return tile.but(ASM=asm)
+    tile = tile.but(ASM=asm, EARLY=False)
+    return tile.but(maxnreg=registers) if registers else tile

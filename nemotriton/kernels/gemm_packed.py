@@ -46,6 +46,7 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     next_pow2,
+    on_hopper,
     op,
     target,
 )
@@ -254,7 +255,7 @@ def _run_tiles(
     y: torch.Tensor,
     tile: Tile,
 ) -> None:
-    (T, K), N = x.shape, y.shape[1]
+    T, N = y.shape
     k_tiles = words.shape[1]
     width = k_tiles * TILE
     ordered, late = order_columns(x, width), as_dependent(x)
@@ -306,6 +307,14 @@ _MANY = (  # (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages)
     (128, 128, 64, 8, 3),
     (128, 64, 64, 4, 4),
 )
+DIRECT = (
+    direct_tile(8, 32, 2, 4).but(EARLY=True),
+    direct_tile(16, 32, 2, 2),
+    direct_tile(8, 32, 2, 4),
+    direct_tile(8, 32, 2, 4, asm=False),
+    direct_tile(8, 16, 4, 2, registers=112).but(EARLY=True),
+    direct_tile(16, 32, 2, 4),
+)
 STREAM_TOKENS = 16
 WIDEN_BEYOND = 2048  # tokens: 4.6 bytes a weight moved, for 1.3 times the rate of `_packed`
 
@@ -332,6 +341,8 @@ def _default(case: Case, tokens: int) -> Tile:
     """As many programs as a large GPU holds at once, where there are so many rows."""
     if tokens <= STREAM_TOKENS:
         t = 8 if tokens <= 8 else 16
+        if case.N >= 8192 and case.K % 512 == 0 and on_hopper():
+            return DIRECT[0 if t == 8 else 1]
         if case.N >= 8192:
             return _stream_tile((t, 32 if tokens <= 4 else 64, 4, 3))
         return _stream_tile((t, 16 if t == 8 else 32, 8, 3))
@@ -344,12 +355,12 @@ def _default(case: Case, tokens: int) -> Tile:
 def _tiles(case: Case) -> list[Tile]:
     plain = [_stream_tile(_STREAM[0], asm=False), _stream_tile(_STREAM[6], asm=False)]
     many = [_many_tile(case, shape, t) for shape in _MANY for t in (shape[0], 8192)]
-    return [*map(_stream_tile, _STREAM), *plain, *dict.fromkeys(many), *WIDENED]
+    return [*map(_stream_tile, _STREAM), *DIRECT, *plain, *dict.fromkeys(many), *WIDENED]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
-    if "STREAM" in tile:
+    if "STREAM" in tile or "GROUPS" in tile:
         return tokens <= STREAM_TOKENS and tile["BLOCK_T"] == max(8, next_pow2(tokens))
     if "TMA" in tile:
         return tokens > 512

@@ -282,21 +282,15 @@ def _run(
             return y
         x = round_rows(x, input_scale, scales is not None)
     elif "TMA" in tile and T >= WIDEN_TOKENS and x.dtype != torch.float32 and describable(x):
-        wide = widen_fp8.triton(values.view(torch.float8_e4m3fn), x.dtype)
-        if describable(wide):
-            square(x, wide, (scale, None), *ends)
+        widened = widen_fp8.triton(values.view(torch.float8_e4m3fn), x.dtype)
+        if describable(widened):
+            square(x, widened, (scale, None), *ends)
             return y
-    if is_direct(tile, x, K, values):
-        direct(x, values, (scale, input_scale), *ends)
-        return y
-    if is_wide(tile, x, K, values):
-        wide(x, values, (scale, input_scale), *ends)
-        return y
-    if "GROUPS" in tile:  # rows of a length or at places that its loads cannot take
+    if "GROUPS" in tile and not is_direct(tile, x, K, values):
         tile = stream_tile(N, min(T, STREAM_TOKENS), 1)
-        ends = (*ends[:-1], tile)
-    if "STREAM" in tile and x.dtype != torch.float32:
-        stream(x, values, (scale, input_scale), *ends)
+    form = _form_of_few(tile, x, values)
+    if form is not None:
+        form(x, values, (scale, input_scale), *ends[:-1], tile)
         return y
     if not {"TMA", "STREAM", "WIDE"}.isdisjoint(tile):
         # one tile for all tokens of a phase; that of many tokens sums as a widened weight's does
@@ -306,6 +300,17 @@ def _run(
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)
     return y
+
+
+def _form_of_few(tile: Tile, x: torch.Tensor, values: torch.Tensor) -> Callable[..., None] | None:
+    """What launches one of the forms for a few tokens; None where it is not one, or cannot be."""
+    if x.dtype == torch.float32:
+        return None
+    if "GROUPS" in tile:
+        return direct
+    if "STREAM" in tile:
+        return stream
+    return wide if is_wide(tile, x, values) else None
 
 
 def _run_generic(
@@ -385,8 +390,13 @@ def _spec(
         cases=lambda config: [
             Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],
-        small=[Case(N=80, K=336, Q=0), Case(N=37, K=80, Q=1), Case(N=33, K=1040, Q=0), Case(N=24, K=1024, Q=0)],
-        tokens=(1, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
+        small=[
+            Case(N=80, K=336, Q=0),
+            Case(N=37, K=80, Q=1),
+            Case(N=33, K=1040, Q=0),
+            Case(N=24, K=1024, Q=0),
+        ],
+        tokens=(1, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),
         make=make,
         tiles=tiles,
         suits=quant_suits,

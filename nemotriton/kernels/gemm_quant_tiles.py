@@ -6,15 +6,18 @@ from L2, at 5.5 TB/s together with W. So blocks are wide, and K is split where t
 """
 
 from nemotriton.kernels.gemm import SQUARE
+from nemotriton.kernels.gemm_direct import direct_tile
 from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.gemm_stream import (
+    PROCESSORS,
     STREAM_TOKENS,
     WIDE,
     stream_suits,
     stream_tile,
     stream_tiles,
 )
-from nemotriton.kernels.op import Case, Tile, cdiv, on_hopper
+from nemotriton.kernels.gemm_wide import wide_tile
+from nemotriton.kernels.op import Case, Tile, cdiv, next_pow2, on_hopper
 
 
 def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
@@ -34,7 +37,33 @@ def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
     return _few_tile(t, n, k, warps, 3, splits)
 
 
+def _few_fp8(case: Case, tokens: int) -> Tile | None:
+    """A tile of Hopper's own forms for up to 64 tokens, where one was measured to be the best."""
+    if not on_hopper():
+        return None
+    wide, shares = case.N >= WIDE, cdiv(cdiv(case.N, 16), PROCESSORS)
+    if tokens <= 4 and wide and case.K % 512 == 0:
+        return DIRECT_FP8[0]
+    if tokens <= 16 and shares <= 3 and case.K % 1024 == 0 and case.N >= 2048:
+        if shares == 3:
+            return DIRECT_FP8[2] if tokens <= 4 else None
+        return DIRECT_FP8[1 if tokens <= 8 else 3]
+    if tokens <= 8 or tokens > 64 or (case.Q and tokens > 16) or not (wide or tokens > 16):
+        return None
+    t, splits = max(16, next_pow2(tokens)), 1
+    if wide:
+        tile = wide_tile(t, 128, 128, 4, 3, 2) if t == 32 else wide_tile(t, 64, 128, 4, 4, 1)
+    else:
+        while cdiv(case.N, 64) * splits <= PROCESSORS and 1024 * splits < case.K:
+            splits *= 2
+        tile = wide_tile(t, 64, 128, 4, 4, splits)
+    return tile if case.K % (128 * int(tile["SPLITS"])) == 0 else None
+
+
 def fp8_default(case: Case, tokens: int) -> Tile:
+    tile = _few_fp8(case, tokens)
+    if tile is not None:
+        return tile
     if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
         return stream_tile(case.N, tokens, 1)
     if not case.Q and tokens >= WIDEN_TOKENS:
@@ -70,6 +99,31 @@ SQUARE_FP8 = (
 )
 
 
+DIRECT_FP8 = (
+    direct_tile(8, 16, 4, 2).but(EARLY=True),
+    direct_tile(8, 16, 2, 8, registers=96).but(EARLY=True),
+    direct_tile(8, 16, 2, 8, registers=80).but(EARLY=True),
+    direct_tile(16, 16, 2, 8, registers=128),
+    direct_tile(8, 16, 4, 2),
+    direct_tile(8, 16, 4, 2, registers=112).but(EARLY=True),
+    direct_tile(8, 16, 2, 2, registers=112).but(EARLY=True),
+    direct_tile(8, 16, 2, 2, asm=False),
+    direct_tile(8, 16, 2, 8, registers=96),
+    direct_tile(8, 16, 2, 8, registers=80),
+    direct_tile(16, 32, 2, 2),
+)
+_WIDE_FP8 = (
+    wide_tile(16, 64, 128, 4, 4, 1),
+    wide_tile(16, 128, 128, 4, 3, 2),
+    wide_tile(32, 128, 128, 4, 3, 2),
+    wide_tile(32, 64, 128, 4, 4, 4),
+    wide_tile(64, 64, 128, 4, 4, 1),
+    wide_tile(64, 64, 128, 4, 4, 4),
+    wide_tile(64, 128, 128, 4, 3, 1),
+    wide_tile(64, 128, 128, 4, 3, 8),
+)
+
+
 def quant_tiles(case: Case) -> list[Tile]:
     few = [
         _few_tile(t, n, 128, 4, 3, s)
@@ -84,7 +138,8 @@ def quant_tiles(case: Case) -> list[Tile]:
 def fp8_tiles(case: Case) -> list[Tile]:
     squares = [*_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else WIDENED
     few = [_few_tile(*shape) for shape in _FEW_FP8 if 256 * shape[-1] <= case.K]
-    return [*stream_tiles(1), *squares, *few, *quant_tiles(case)[: 3 if case.Q else None]]
+    own = [*DIRECT_FP8, *_WIDE_FP8]
+    return [*stream_tiles(1), *own, *squares, *few, *quant_tiles(case)[: 3 if case.Q else None]]
 
 
 _FEW_FP8 = (  # (BLOCK_T, BLOCK_N, BLOCK_K, num_warps, num_stages, SPLITS)
@@ -110,6 +165,10 @@ def quant_suits(tile: Tile, tokens: int) -> bool:
     """Whether the sweep measures a tile at this many tokens."""
     if "STREAM" in tile:
         return stream_suits(tile, tokens)
+    if "GROUPS" in tile:
+        return tokens <= 16 and tile["BLOCK_T"] == max(8, next_pow2(tokens))
+    if "WIDE" in tile:
+        return 8 < tokens <= 64 and tile["BLOCK_T"] == max(16, next_pow2(tokens))
     if tile in WIDENED:
         return tokens >= WIDEN_TOKENS
     if tokens <= 16:

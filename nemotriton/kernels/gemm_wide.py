@@ -2,12 +2,12 @@
 wgmma with the weights on its long side, decoded in the registers from which it reads them.
 
 x is its right operand and comes from shared memory, so x's columns are first copied into the order
-in which a lane's words lie (`order_columns`): columns 16 t + 4 q + 2 p + e of 64, of lane t's word q,
-at position 16 q + 8 p + 2 t + e. That costs a launch and saves what the plain form (`gemm_quant`)
-pays to bring decoded weights to shared memory.
+in which a lane's words lie (`order_columns`): columns 16 t + 4 q + 2 p + e of 64, of lane t's word
+q, at position 16 q + 8 p + 2 t + e. That costs a launch and saves what the plain form
+(`gemm_quant`) pays to bring decoded weights to shared memory.
 
-Hopper only. Triton's select after the product makes each step wait for its wgmmas: ptxas before 13.3
-lets the next decode overwrite registers that they still read (triton issue 9433).
+Hopper only. Triton's select after the product makes each step wait for its wgmmas: ptxas before
+13.3 lets the next decode overwrite registers that they still read (triton issue 9433).
 
 x [T, K] with a free row stride, bf16 or fp16; W [N, K] e4m3 as int32 [N, K/4]; K a multiple of
 SPLITS * BLOCK_K.
@@ -94,11 +94,11 @@ def order_columns(x: torch.Tensor, width: int) -> torch.Tensor:
     return ordered
 
 
-def is_wide(tile: Tile, x: torch.Tensor, K: int, weight: torch.Tensor) -> bool:
+def is_wide(tile: Tile, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a tile asks for this form and x, FP8 weights [N, K] as bytes and the GPU allow it."""
     if "WIDE" not in tile or x.dtype == torch.float32 or target(x.device) // 10 not in (0, 9):
         return False
-    return K % (int(tile["BLOCK_K"]) * int(tile["SPLITS"])) == 0 and aligned(weight)
+    return x.shape[1] % (int(tile["BLOCK_K"]) * int(tile["SPLITS"])) == 0 and aligned(weight)
 
 
 def wide(

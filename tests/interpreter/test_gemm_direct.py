@@ -1,5 +1,5 @@
-"""The direct form of FP8 and packed NVFP4 products: tails of rows and tokens, epilogues, and what it
-leaves to the streaming form."""
+"""The direct form of FP8 and packed NVFP4 products: tails of rows and tokens, epilogues, and what
+it leaves to the streaming form."""
 
 from collections.abc import Callable
 
