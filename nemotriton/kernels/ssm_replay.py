@@ -343,7 +343,12 @@ def _make_ssm_replay(
     return args
 
 
-_FEW = {"fp32": 1, "bf16": 16, "int8": 16}  # sequences that leave too few programs for slices
+_FEW = {
+    "fp16": 0,
+    "fp32": 1,
+    "bf16": 16,
+    "int8": 16,
+}  # sequences that leave too few programs for slices
 
 
 def _default_tile(case: Case, tokens: int) -> Tile:
@@ -361,7 +366,7 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         rows = 32
     elif case.P > 16 and case.STATE in _FEW and tokens > case.NEW * _FEW[case.STATE]:
         return _sliced(case)
-    elif tokens <= case.NEW and case.STATE != "fp16":
+    elif tokens <= case.NEW:
         rows = 16
     elif case.STATE == "int8" and case.NEW > 1 and most_shared() < LARGE:
         rows = 32  # sm_120's code for 64 needs a few registers more than there are
@@ -371,10 +376,10 @@ def _default_tile(case: Case, tokens: int) -> Tile:
 
 
 def _sliced(case: Case) -> Tile:
-    """16 rows of the state in registers at a time. Of fp32 states, which fill L2 sooner, and of
-    drafts, which need more registers, fewer programs are there at a time."""
+    """16 rows of the state in registers at a time. A limit on registers brings more programs, but
+    fp32 states fill L2 sooner, and drafts and codes of a byte need the registers."""
     tile = Tile(BLOCK_P=min(next_pow2(case.P), 64), SLICE_P=16, num_warps=1, num_stages=1)
-    return tile if case.STATE == "fp32" or case.NEW > 1 else tile.but(maxnreg=168)
+    return tile.but(maxnreg=168) if case.STATE == "bf16" and case.NEW == 1 else tile
 
 
 def _tiles(case: Case) -> list[Tile]:
