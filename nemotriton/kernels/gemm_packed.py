@@ -3,11 +3,12 @@
 V are the stored values e2m1 * block scale, decoded in registers from `hopper_pack`'s words; x stays
 in 16 bits (w4a16). Numbers and rounding are those of `gemm_quant.nvfp4_matmul`.
 
-Few tokens take the streaming form (see `gemm_stream`): each warp of a program multiplies a tile of
-its own by mma.sync. x's columns are brought into the words' order in registers, which is free: it
-needs neither a copy of x nor gathering loads. ROTATE, AHEAD and EARLY are `gemm_stream`'s. More
-tokens take wgmma, whose right operand comes from shared memory: there x is copied into the words'
-order first (`gemm_wide`). For thousands of them V is written out in 16 bits first (`widen`).
+Few tokens take the direct form of `gemm_direct` where there are many rows, else the streaming one
+(see `gemm_stream`): each warp of a program multiplies a tile of its own by mma.sync. x's columns
+are brought into the words' order in registers, which is free: it needs neither a copy of x nor
+gathering loads. ROTATE, AHEAD and EARLY are `gemm_stream`'s. More tokens take wgmma, whose right
+operand comes from shared memory: there x is copied into the words' order first (`gemm_wide`). For
+thousands of them V is written out in 16 bits first (`widen`).
 
 x [T, K] with a free row stride, bf16 or fp16; words int32 [N/128, K/128, 2304], rounded up.
 """

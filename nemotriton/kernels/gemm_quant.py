@@ -12,6 +12,9 @@ Activations stay as they are (w8a16, w4a16) unless `input_scale` is given: then 
 it, to e4m3 (w8a8) or in blocks of 16 to NVFP4 (w4a4), and its scale joins the weight's. The values
 that x's codes stand for are exact in x's dtype; they take x's place.
 
+On Hopper a few tokens take the direct form (`gemm_direct`), some more the wide one (`gemm_wide`);
+elsewhere, and for what those cannot read, there are the streaming and the plain form.
+
 x [T, K] with a free row stride; FP8 weight e4m3 [N, K]; NVFP4 codes uint8 [N, K/2] and scales e4m3
 [N, K/16]; bias, epilogue, residual and out_dtype as in `gemm.matmul`.
 """
