@@ -224,8 +224,8 @@ def _advance(state, turn, taken, total_decay, x_tiles, weight_tiles, B_tiles, ba
     state = warpgroup_mma(xw, B.slice(0, size), state, is_async=True)
     for part in gl.static_range(1, PARTS):
         following = _weighted_part(x, weights, part)
-        state, xw = warpgroup_mma_wait(0, deps=(state, xw))
         state = warpgroup_mma(following, B.slice(part * size, size), state, is_async=True)
+        state, xw = warpgroup_mma_wait(1, deps=(state, xw))  # the part before has been multiplied
         xw = following
     mbarrier.arrive(x_free.index(stage))
     state, xw = warpgroup_mma_wait(0, deps=(state, xw))
