@@ -16,7 +16,7 @@ both products:
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
     PDL       dependent launches
-    ASYNC     blocks of 64 or 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
+    ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
               same bits; elsewhere by the tile's other sizes
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
@@ -44,7 +44,7 @@ from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
 from nemotriton.kernels.moe_fixed import by_token
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
-from nemotriton.kernels.moe_packed_async import _async_down, _async_up
+from nemotriton.kernels.moe_packed_async import _async_down, _async_up, multiply_ahead
 from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
@@ -127,7 +127,8 @@ def run_experts_packed(
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     matrices = (up_words, up_global, down_words, down_global)
     if plan.ahead:
-        _multiply_ahead(rows, *matrices, routing, (h, parts), up_table, down_table, tile)
+        tables = (up_table.tensors, down_table.tensors)
+        multiply_ahead(rows, *matrices, routing.weights, (h, parts), tables)
     else:
         chosen = {"K": K, "BLOCK_J": next_pow2(K)}
         launch(
@@ -146,34 +147,6 @@ def run_experts_packed(
         )  # fmt: skip
     _combine(parts, y, K * plan.split, plan)
     return y
-
-
-def _multiply_ahead(
-    x: torch.Tensor,
-    up_words: torch.Tensor,
-    up_global: torch.Tensor,
-    down_words: torch.Tensor,
-    down_global: torch.Tensor,
-    routing: Routing,
-    out: tuple[torch.Tensor, torch.Tensor],
-    up_table: "_Table",
-    down_table: "_Table",
-    tile: Tile,
-) -> None:
-    """Both products by `moe_packed_async`: out is (h, weighted rows by pair)."""
-    h, parts = out
-    (n, k), K = up_words.shape[1:3], routing.ids.shape[1]
-    # three programs of 64 pairs, or two of 128, to a multiprocessor
-    up_m, down_m = int(tile["UP_M"]), int(tile["DOWN_M"])
-    options = {m: {"BLOCK_M": m, "maxnreg": 168 if m == 64 else 255} for m in (up_m, down_m)}
-    launch(
-        _async_up, (up_table.blocks * n,), x, up_words, up_global, h, *up_table.tensors,
-        x.stride(0), K, N_TILES=n, K_TILES=k, num_warps=4, **options[up_m],
-    )  # fmt: skip
-    launch(
-        _async_down, (down_table.blocks * k,), h, down_words, down_global, routing.weights, parts,
-        *down_table.tensors, N_TILES=k, K_TILES=n, num_warps=4, **options[down_m],
-    )  # fmt: skip
 
 
 def _combine(parts: torch.Tensor, y: torch.Tensor, count: int, plan: "_Plan") -> None:
@@ -333,7 +306,7 @@ _MANY = [
     *((size, size) for size in ((16, 64, 128, 4, 4), (32, 64, 128, 3, 4))),
     *((size, size) for size in ((64, 64, 128, 3, 4), (64, 64, 64, 4, 4))),
 ]
-_AHEAD = [(_M64W, _M64W), (_M128W, _M128W), (_M128W, _M64W)]
+_AHEAD = [(size, size) for size in (_M16, _M32, _M64W, _M128W)]
 
 
 def _tiles(case: Case) -> list[Tile]:

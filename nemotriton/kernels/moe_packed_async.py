@@ -6,14 +6,15 @@ two sets of registers take turns, and a product is waited for only when the next
 
     product of step i | the one of i - 1 is over: copies for i + 4, decode i + 1 | product of i + 1
 
-Four warps have 128 rows of an expert's matrix and BLOCK_M pairs; two (BLOCK_M 128) or three (64)
-such programs share a multiprocessor. Sums run in the same order as in `moe_packed`'s wgmma form, so
-the bits are the same.
+Four warps have 128 rows of an expert's matrix and BLOCK_M pairs; two (BLOCK_M 128), three (64) or
+four such programs share a multiprocessor. Sums run in the same order as in `moe_packed`'s wgmma
+form, so the bits are the same.
 
 Tiles in shared memory are kept apart by the parity of their step: what is being written and what
 is being read are then different allocations, and no barrier is put between them.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -21,7 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from nemotriton.kernels.hopper_pack import DECODE, DECODE_CONSTRAINTS, TILE, WEIGHT_UNIT, WORDS
 from nemotriton.kernels.numerics import relu2
+from nemotriton.kernels.op import launch
 
+REGISTERS = {16: 128, 32: 128, 64: 168, 128: 255}  # of a thread, by BLOCK_M
 BLOCK_N = gl.constexpr(TILE)
 BLOCKS = gl.constexpr(TILE // 16)  # of 16 rows
 STEP = gl.constexpr(64)  # columns
@@ -31,8 +34,6 @@ UNIT = gl.constexpr(WEIGHT_UNIT.value)
 TILE_WORDS = gl.constexpr(WORDS.value)
 ASSEMBLY = gl.constexpr(DECODE)
 CONSTRAINTS = gl.constexpr(DECODE_CONSTRAINTS)
-ACC_64 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-ACC_128 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 X_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as x is copied
 OUT = gl.constexpr(gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1]))  # as sums are stored
 CODES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
@@ -159,7 +160,7 @@ def _async_up(
     K: gl.constexpr, N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """h [T*K, 128 N_TILES] by pair, columns in `k_order`; x [T, 128 K_TILES] in `k_order`."""
-    ACC: gl.constexpr = ACC_64 if BLOCK_M == 64 else ACC_128
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
@@ -181,7 +182,7 @@ def _async_down(
     N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, 128 N_TILES] by pair; h [T*K, 128 K_TILES] in `k_order`."""
-    ACC: gl.constexpr = ACC_64 if BLOCK_M == 64 else ACC_128
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
@@ -196,3 +197,29 @@ def _async_down(
         scale = gl.load(global_ptr + expert) * UNIT * weights
         y = (acc * scale[None, :]).to(out_ptr.dtype.element_ty)
         _store(y, out_ptr, rows_idx, N_TILES * BLOCK_N, tile_n * BLOCK_N)
+
+
+def multiply_ahead(
+    x: torch.Tensor,
+    up_words: torch.Tensor,
+    up_global: torch.Tensor,
+    down_words: torch.Tensor,
+    down_global: torch.Tensor,
+    weights: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor],
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Both products: x [T, L] in `k_order` and contiguous, weights [T, K]; out: h [T*K, F] and the
+    weighted rows [T*K, L]; tables: pairs [blocks, UP_M or DOWN_M] and experts [blocks] of each."""
+    (n, k), (up_rows, up_experts), (down_rows, down_experts) = up_words.shape[1:3], *tables
+    up_m, down_m = up_rows.shape[1], down_rows.shape[1]
+    launch(
+        _async_up, (up_rows.shape[0] * n,), x, up_words, up_global, out[0], up_rows, up_experts,
+        x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4,
+        maxnreg=REGISTERS[up_m],
+    )  # fmt: skip
+    launch(
+        _async_down, (down_rows.shape[0] * k,), out[0], down_words, down_global, weights, out[1],
+        down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4,
+        maxnreg=REGISTERS[down_m],
+    )  # fmt: skip
