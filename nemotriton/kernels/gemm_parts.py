@@ -26,7 +26,7 @@ from nemotriton.kernels.op import Args, Case, Cost, KernelSpec, Tile, acc_dtype,
 
 PARTS = 3
 SPLIT_BLOCK = 2048
-LEAST_TOKENS = 2048  # below, K has to be split for there to be programs enough
+LEAST_TOKENS = 1024  # below, K has to be split for there to be programs enough
 
 
 def parts_matmul_ref(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -112,9 +112,10 @@ def divides(N: int, K: int) -> bool:
 
 
 def takes_parts(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether `parts_matmul` can make y of x and weight, where there is only their product."""
+    """Whether `parts_matmul` is the way to make y of x and weight, where y is their product."""
     whole = weight.is_contiguous() and divides(*weight.shape)
-    return whole and y.dtype == torch.float32 and describable(x, weight)
+    many = x.shape[0] >= LEAST_TOKENS
+    return whole and many and y.dtype == torch.float32 and describable(x, weight)
 
 
 # ------------------------------------------------------------------------------------------- spec
@@ -146,7 +147,7 @@ PARTS_MATMUL = KernelSpec(
     kernels=(_split_parts, _square_parts),
     cases=_cases,
     small=[Case(N=128, K=72)],
-    tokens=(LEAST_TOKENS, 4096, 8192, 32768),
+    tokens=(1024, 2048, 8192, 32768),
     dtypes=("bf16",),
     small_tokens=(0, 1, 70),
     make=_make,

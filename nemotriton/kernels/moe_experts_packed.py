@@ -155,8 +155,8 @@ def _combine(parts: torch.Tensor, y: torch.Tensor, count: int, plan: "_Plan") ->
     warps, block_r = 4, next_pow2(count)
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
     if plan.tile["NARROW"]:  # many tokens
-        block_l, block_r = min(next_pow2(L), 1024), 1
-        warps = max(1, block_l // 256)
+        block_l, block_r = min(next_pow2(L), 512), 1
+        warps = max(1, block_l // 128)
     if phase() == DECODE:  # the order of the sum depends on it
         block_l = min(block_l, 64)
     while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
