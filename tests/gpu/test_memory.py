@@ -16,7 +16,6 @@ from nemotriton import LLM, SamplingParams, device
 from nemotriton.engine.caches import PAGE_SIZE
 
 GIB = 2**30
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture
@@ -60,9 +59,12 @@ def test_a_full_load_allocates_what_was_planned(options: dict[str, Any], budget:
         assert llm.stats()["graphs"]["problem"] is None
         assert pages is not None
         each = min(pages.size // 48 * PAGE_SIZE, 16384)
-        spread = [each - 24 - (i % 3) for i in range(48)]
+        # the first still answers when the last prompt's last piece has been read
+        tokens = 48 * -(-each // llm.engine.scheduler.prefill_piece) + 8
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        spread = [each - tokens - (i % 3) for i in range(48)]
         groups = [
-            llm.engine.submit(llm.engine.prepare([(i * 7 + j) % 1000 for j in range(n)], PARAMS))
+            llm.engine.submit(llm.engine.prepare([(i * 7 + j) % 1000 for j in range(n)], params))
             for i, n in enumerate(spread)
         ]
         most = 0
@@ -71,7 +73,7 @@ def test_a_full_load_allocates_what_was_planned(options: dict[str, Any], budget:
             most = max(most, len(llm.engine.scheduler.running))
         assert most == 48
         assert llm.engine.scheduler.preemptions == 0
-        assert all(len(g.completions[0].request.output) == 24 for g in groups)
+        assert all(len(g.completions[0].request.output) == tokens for g in groups)
         assert torch.cuda.max_memory_reserved() <= plan.available
 
 
