@@ -112,7 +112,7 @@ def widen_fp8(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     _check(dtype)
     N, K = weight.shape
     y = torch.empty((N, K), dtype=dtype, device=weight.device)
-    tile = WIDEN_FP8.tile(N, weight, K=K)
+    tile = WIDEN_FP8.tile(N, y, K=K)
     block_n, block_k = int(tile["BLOCK_N"]), int(tile["BLOCK_K"])
     constants = {"ASM": target(weight.device) >= 90, "EVEN_K": K % block_k == 0}
     grid = (cdiv(N, block_n) * cdiv(K, block_k),)
@@ -131,7 +131,7 @@ def widen_packed(words: torch.Tensor, rows: int, cols: int, dtype: torch.dtype) 
     )
     _check(dtype)
     y = torch.empty((rows, cols), dtype=dtype, device=words.device)
-    tile = WIDEN_PACKED.tile(rows, words, K=cols)
+    tile = WIDEN_PACKED.tile(rows, y, K=cols)
     k_tiles = words.shape[1]
     grid = (cdiv(rows, int(tile["BLOCK_N"])) * k_tiles,)
     constants = {"K_TILES": k_tiles, "ASM": target(words.device) >= 90}

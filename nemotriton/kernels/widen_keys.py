@@ -105,7 +105,7 @@ def widen_keys(
     shape = (next_pow2(S * n), page, heads, width)
     k, v = (torch.empty(shape, dtype=dtype, device=k_cache.device)[: S * n] for _ in "kv")
     table = torch.empty((S, n), dtype=torch.int32, device=k_cache.device)
-    tile = WIDEN_KEYS.tile(S * max_length, k_cache, Hkv=heads, Dh=width, page=page)
+    tile = WIDEN_KEYS.tile(S * max_length, k, Hkv=heads, Dh=width, page=page)
     block_d = max(16, next_pow2(width))
     block_r = min(next_pow2(page * heads), max(1, int(tile["BLOCK"]) // block_d))
     constants = {"PAGE": page, "HEADS": heads, "D": width, "ASM": target(k_cache.device) >= 90}
@@ -120,8 +120,9 @@ def widen_keys(
 
 
 def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator) -> Args:
-    """T keys of four sequences, of which one is a pad and one has a single key."""
-    lengths = [T // 3, 0, min(T, 1), T - T // 3 - min(T, 1)]
+    """T keys of four sequences, the last of which has fewer and, of a few keys, none: a pad."""
+    most = cdiv(T, 4)  # the host knows no more of them than this
+    lengths = [min(most, max(T - i * most, 0)) for i in range(4)]
     made = attention_inputs(
         Case(**case, H=case.Hkv, fp8=1), [(0, n) for n in lengths], dev, dtype, rng
     )
