@@ -39,7 +39,6 @@ test: lint
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 	$(MAKE) --no-print-directory test-triton36
 	$(PY) -m nemotriton.autotune compile --arch sm_90,sm_100 --jobs $(JOBS)
-	$(PY) -m nemotriton.autotune compile --arch sm_120 --model super-120b,h-8b --jobs $(JOBS)
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .
