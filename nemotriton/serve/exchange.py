@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from typing import Any
+import time
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nemotriton.serve.failures import Failure
-from nemotriton.serve.loop import Done, EngineLoop, Event, Job, Piece
-from nemotriton.serve.wire import Voice, encode, event
+from nemotriton.serve.gate import DIRECT
+from nemotriton.serve.loop import Done, EngineLoop, Job, Piece
+from nemotriton.serve.wire import END, Voice, encode, event
 
 _QUIET = 15.0  # seconds after which a comment keeps proxies from hanging up
 _LAST_WORDS = 1.0  # seconds for a client that does not read to take the error
@@ -30,8 +31,11 @@ class Exchange(Response):
         self._voice = voice
         self._seconds = seconds
         self._begun = False
+        self._said = time.monotonic()  # when the last bytes went out
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._direct = scope.get(DIRECT, send)
         talk = asyncio.create_task(self._talk(send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
@@ -48,6 +52,8 @@ class Exchange(Response):
                         await self._fail(send, Failure(504, late, "timeout"))
         finally:
             self._loop.cancel(self._job)
+            if self._timer is not None:
+                self._timer.cancel()
             for task in (talk, gone):
                 task.cancel()
             await asyncio.gather(talk, gone, return_exceptions=True)
@@ -59,7 +65,7 @@ class Exchange(Response):
             await self._fail(send, failure)
 
     async def _whole(self, send: Send) -> None:
-        event = await self._job.events.get()
+        (event,) = await self._job.news.take()
         if isinstance(event, Failure):
             raise event
         # off the event loop: a long answer's log-probabilities take a while to spell
@@ -72,40 +78,42 @@ class Exchange(Response):
         return encode(self._voice.whole(outputs, self._job))
 
     async def _stream(self, send: Send) -> None:
-        events = self._job.events
+        """One write for whatever has come since the last one, however many steps brought it."""
+        news, voice = self._job.news, self._voice
+        self._beat()
         while True:
-            try:
-                async with asyncio.timeout(_QUIET):
-                    batch = [await events.get()]
-            except TimeoutError:
+            batch = await news.take()
+            if not batch:
                 await self._say(send, b": waiting\n\n")
                 continue
-            while not events.empty():
-                batch.append(events.get_nowait())
-            lines = b"".join(event(chunk) for e in batch for chunk in self._chunks(e))
+            last = batch[-1]
+            lines = b"".join([voice.piece(*e) for e in batch if isinstance(e, Piece)])
+            if isinstance(last, Done):
+                await self._say(send, lines + voice.last(self._job), more=False)
+                return
             if lines:
                 await self._say(send, lines)
-            last = batch[-1]
             if isinstance(last, Failure):
                 raise last
-            if isinstance(last, Done):
-                await self._say(send, b"data: [DONE]\n\n", more=False)
-                return
 
-    def _chunks(self, found: Event) -> Any:
-        if isinstance(found, Piece):
-            return self._voice.chunks(found.prompt, found.delta)
-        return self._voice.last(self._job) if isinstance(found, Done) else ()
+    def _beat(self) -> None:
+        """Wake the stream where it has been quiet for too long, again and again."""
+        rest = self._said + _QUIET - time.monotonic()
+        if rest <= 0:
+            self._job.news.put([])
+            rest = _QUIET
+        self._timer = asyncio.get_running_loop().call_later(rest, self._beat)
 
     async def _say(self, send: Send, data: bytes, more: bool = True) -> None:
         if not self._begun:
             await self._begin(send, 200, "text/event-stream; charset=utf-8")
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._said = time.monotonic()
+        await self._direct({"type": "http.response.body", "body": data, "more_body": more})
 
     async def _fail(self, send: Send, failure: Failure) -> None:
         """An error with its status, or as the last event of a stream that has begun."""
         if self._begun:
-            await self._say(send, event(failure.body()) + b"data: [DONE]\n\n", more=False)
+            await self._say(send, event(failure.body()) + END, more=False)
             return
         await self._begin(send, failure.status, "application/json", failure.headers)
         await send({"type": "http.response.body", "body": encode(failure.body())})

@@ -11,6 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nemotriton.serve.failures import Failure
 from nemotriton.serve.wire import encode
 
+DIRECT = "nemotriton.send"  # of a scope: the server's own `send`, for what follows a stream's start
+
 
 class Gate:
     """ASGI middleware.
@@ -46,6 +48,7 @@ class Gate:
                 self._counts[path, message["status"]] += 1
             await send(message)
 
+        scope[DIRECT] = send
         failure = self._refuse(scope["path"], Headers(scope=scope))
         if failure is None:
             await self._app(scope, self._limited(receive), counted)

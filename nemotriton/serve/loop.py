@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nemotriton.engine.engine import Prepared
 from nemotriton.engine.outputs import Delta, Group
@@ -32,8 +32,7 @@ _SWITCH = 0.0005
 BAD_ENDS = ("error", "abort")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """What a step added to one of a job's prompts."""
 
     prompt: int
@@ -47,18 +46,40 @@ class Done:
 Event = Piece | Done | Failure
 
 
+class News:
+    """What a job's steps bring, on its way to the one who answers; all of it on the event loop."""
+
+    def __init__(self) -> None:
+        self._found: list[Event] = []
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, events: list[Event]) -> None:
+        """Add to what waits; none at all only wakes who waits for it."""
+        self._found += events
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def take(self) -> list[Event]:
+        """All that has come since the last time; empty only where `put` brought nothing."""
+        if not self._found:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        found, self._found = self._found, []
+        return found
+
+
 @dataclass(eq=False)
 class Job:
     """A client's request: one or several prompts, `weight` completions in all.
 
-    stream: its deltas are wanted, not only the end. events: for whoever answers. The rest is for
-    the loop; times are of `perf_counter`.
+    stream: its deltas are wanted, not only the end. news: for whoever answers. The rest is for the
+    loop; times are of `perf_counter`.
     """
 
     prepared: list[Prepared]
     weight: int
     stream: bool
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    news: News = field(default_factory=News)
     groups: list[Group] = field(default_factory=list)
     cancelled: bool = False
     ended: bool = False
@@ -248,8 +269,7 @@ class EngineLoop:
 
     def _deliver(self, news: list[tuple[Job, list[Event], bool]]) -> None:
         for job, events, ended in news:
-            for event in events:
-                job.events.put_nowait(event)
+            job.news.put(events)
             if ended and not job.ended:
                 job.ended = True
                 self.open -= job.weight

@@ -3,7 +3,8 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nemotriton.engine.outputs import CompletionOutput, Delta, RequestOutput
@@ -12,6 +13,10 @@ from nemotriton.text.answers import chat_logprobs, completion_logprobs
 from nemotriton.text.reply import ToolCall
 
 Json = dict[str, Any]
+END = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+_MARK = "\0"  # stands nowhere in a choice but where a text does
+_MARKED = b'"\\u0000"'
 
 
 class Voice:
@@ -35,6 +40,10 @@ class Voice:
             "model": model,
         }
         self._chunk_head = self._head | {"object": kind + (".chunk" if chat else "")}
+        self._open = b"data: " + encode(self._chunk_head)[:-1] + b',"choices":['
+        self._shut = b"]" + (b',"usage":null' if usage else b"") + b"}\n\n"
+        # by choice, and whether it is a thought: an event cut where its text stands
+        self._frames: dict[tuple[int, bool], list[bytes]] = {}
 
     def whole(self, outputs: list[RequestOutput], job: Job) -> Json:
         """The answer to a request that is not streamed."""
@@ -60,14 +69,33 @@ class Voice:
             found |= {"text": completion.text, "logprobs": completion_logprobs(completion)}
         return found | {"stop_reason": completion.stop_reason}
 
-    def chunks(self, prompt: int, delta: Delta) -> Iterator[Json]:
-        """What a stream says about one delta: nothing where it brings no text."""
+    def piece(self, prompt: int, delta: Delta) -> bytes:
+        """The event of a stream about one delta; empty where it brings nothing to say."""
         index = prompt * self._choices + delta.index
+        begun = index in self._begun
+        if not begun or delta.finish_reason or delta.tool_calls or delta.logprobs is not None:
+            self._begun.add(index)
+            choice = self._part(index, delta, first=not begun)
+            return self._event(choice) if choice else b""
+        text, thinking = delta.text, delta.thinking
+        if text and thinking:  # where the one ends and the other begins
+            return self._event(self._part(index, delta))
+        word = text or thinking
+        if not word:
+            return b""
+        frame = self._frames.get((index, text == ""))
+        if frame is None:
+            marked = replace(delta, text=text and _MARK, thinking=thinking and _MARK)
+            frame = self._event(self._part(index, marked)).split(_MARKED)
+            self._frames[index, text == ""] = frame
+        return encode(word).join(frame)
+
+    def _part(self, index: int, delta: Delta, first: bool = False) -> Json:
+        """A choice of a chunk; {} where there is nothing to say."""
         reason = None if delta.finish_reason in BAD_ENDS else delta.finish_reason
         if self._chat:
             body = self._chat_delta(index, delta)
-            if index not in self._begun:
-                self._begun.add(index)
+            if first:
                 body = {"role": "assistant", "content": "", **body}
             if index in self._calls and reason == "stop":
                 reason = "tool_calls"
@@ -75,11 +103,12 @@ class Voice:
         else:
             body = {"text": delta.text} if delta.text else {}
             found = {"text": delta.text, "logprobs": self._text_logprobs(index, delta)}
-        if body or reason is not None or found["logprobs"] is not None:
-            end: Json = {"index": index, "finish_reason": reason}
-            if reason is not None:
-                end["stop_reason"] = delta.stop_reason
-            yield self._chunk([found | end])
+        if not body and reason is None and found["logprobs"] is None:
+            return {}
+        end: Json = {"index": index, "finish_reason": reason}
+        if reason is not None:
+            end["stop_reason"] = delta.stop_reason
+        return found | end
 
     def _chat_delta(self, index: int, delta: Delta) -> Json:
         body = _thought(delta.thinking)
@@ -101,14 +130,13 @@ class Voice:
             self._sent[index] = start + sum(len(token or "") for token in found["tokens"])
         return found
 
-    def last(self, job: Job) -> Iterator[Json]:
+    def last(self, job: Job) -> bytes:
         """What a stream says behind its choices."""
-        if self._usage:
-            yield self._chunk_head | {"choices": [], "usage": usage(job)}
+        counts = {"choices": [], "usage": usage(job)}
+        return (event(self._chunk_head | counts) if self._usage else b"") + END
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        found = self._chunk_head | {"choices": choices}
-        return found | {"usage": None} if self._usage else found
+    def _event(self, choice: Json) -> bytes:
+        return self._open + encode(choice) + self._shut
 
 
 def usage(job: Job) -> Json:
@@ -122,10 +150,9 @@ def usage(job: Job) -> Json:
     }
 
 
-def encode(value: Mapping[str, Any]) -> bytes:
+def encode(value: Mapping[str, Any] | str) -> bytes:
     """JSON as UTF-8, whatever the text holds."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.encode("utf-8", "replace")
+    return _JSON.encode(value).encode("utf-8", "replace")
 
 
 def event(value: Mapping[str, Any]) -> bytes:

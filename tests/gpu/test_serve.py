@@ -15,7 +15,7 @@ PARAMS = [SamplingParams(max_tokens=20, seed=i, ignore_eos=True) for i in range(
 async def ended(job: Job) -> list[Event]:
     found: list[Event] = []
     while not found or isinstance(found[-1], Piece):
-        found.append(await job.events.get())
+        found += await job.news.take()
     return found
 
 
@@ -31,7 +31,7 @@ async def serve(llm: LLM) -> list[list[int]]:
             jobs.append(Job([llm.engine.prepare(prompt, params)], 1, stream=True))
             loop.submit(jobs[-1])
         for job in jobs[::3]:
-            await job.events.get()
+            await job.news.take()
             loop.cancel(job)
         events = [await ended(job) for job in jobs]
         assert all(isinstance(found[-1], Done) for found in events)
