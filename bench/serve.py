@@ -1,14 +1,13 @@
 """`python -m bench.serve soak --duration 120`: abuse; `load MODEL`: what serving costs.
 
 `soak` runs a server of the embedded model against clients that leave, send nonsense or too much, or
-read slowly, and says what came of each and what memory did. `load` streams to many clients, in a
-process of their own, and compares with `LLM.generate` on the same prompts.
+read slowly, and says what came of each and what memory did. `load` streams to many clients and
+compares with `LLM.generate`, see `bench.serve_load`.
 """
 
 import asyncio
 import gc
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -23,10 +22,9 @@ import httpx
 import typer
 
 from bench.cli import application, run
-from bench.rows import BenchError
+from bench.serve_load import PATH, Load, compare, table
 
 app = application(__doc__)
-PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
 
@@ -188,80 +186,27 @@ def soak_command(
 
 
 # ------------------------------------------------------------------------------------------- load
-async def stream_one(where: httpx.URL, body: dict[str, Any]) -> int:
-    """Events of one answer. A bare socket: a client's own work is not the server's."""
-    reader, writer = await asyncio.open_connection(where.host, where.port)
-    content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: {where.host}\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
-    count, tail = 0, b""
-    while found := await reader.read(1 << 16):
-        count += found.count(b"data: ")
-        tail = (tail + found)[-64:]
-    writer.close()
-    if b"data: [DONE]" not in tail:
-        raise BenchError(f"a stream ended with {tail!r}")
-    return count
-
-
-async def stream_all(url: str, bodies: list[dict[str, Any]]) -> float:
-    """Seconds until every stream has ended."""
-    where = httpx.URL(url)
-    await asyncio.gather(*(stream_one(where, body | {"max_tokens": 2}) for body in bodies))
-    start = time.perf_counter()
-    await asyncio.gather(*(stream_one(where, body) for body in bodies))
-    return time.perf_counter() - start
-
-
-def clients_process(url: str, bodies: list[dict[str, Any]], pipe: Any) -> None:
-    """The clients' side, in a process of its own as clients are."""
-    pipe.send(asyncio.run(stream_all(url, bodies)))
-
-
-@app.command()
-def load(
+@app.command("load")
+def load_command(
     model: Annotated[str, typer.Argument(help="preset:NAME (random weights) or a directory.")],
     streams: Annotated[int, typer.Option(help="At the same time.")] = 64,
     prompt: Annotated[int, typer.Option(help="Tokens of each.")] = 128,
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 512,
     layers: Annotated[int | None, typer.Option(help="Only so many.")] = None,
+    rounds: Annotated[int, typer.Option(help="Of each way; the best counts.")] = 2,
 ) -> None:
     """Compare streams to many clients with LLM.generate."""
-    from nemotriton import LLM, SamplingParams
-    from nemotriton.serve.app import Limits, Service
-    from nemotriton.serve.server import background
+    from nemotriton import LLM
 
-    sizes = {"max_context": prompt + tokens + 64, "max_requests": streams}
+    sizes: dict[str, Any] = {"max_context": prompt + tokens + 64, "max_requests": streams}
     if model.startswith("preset:"):
         llm = LLM.synthetic(model.removeprefix("preset:"), layers=layers, **sizes)
     else:
         llm = LLM(model, **sizes)
-    drawn = random.Random(0)
-    high = min(llm.config.vocab, 30_000)
-    prompts = [[drawn.randrange(100, high) for _ in range(prompt)] for _ in range(streams)]
-    params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=i) for i in range(streams)]
-    bodies = [
-        {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, "seed": i, "stream": True}
-        for i, ids in enumerate(prompts)
-    ]
     with llm:
-        llm.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
-        alone = []
-        for _ in range(2):
-            start = time.perf_counter()
-            llm.generate(prompts, params)
-            alone.append(time.perf_counter() - start)
-        with background(Service(llm, "model", Limits(queue=streams))) as url:
-            spawn = multiprocessing.get_context("spawn")
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=clients_process, args=(url, bodies, theirs))
-            process.start()
-            served = ours.recv()
-            process.join()
-    made, best = streams * tokens, min(alone)
-    print(f"generate {made / best:9.0f} tokens/s  {best:.3f} s")
-    print(f"serve    {made / served:9.0f} tokens/s  {served:.3f} s  {served / best - 1:+.1%}")
+        load = Load.random(llm, streams, prompt, tokens)
+        print(f"{streams} streams, prompts of {prompt} tokens, answers of {tokens}", flush=True)
+        print(table(load, *compare(llm, load, rounds)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from bench.rows import BenchError
-from bench.serve import soak, stream_all
+from bench.serve import soak
+from bench.serve_load import Load, compare, stream_all
+from nemotriton.engine.llm import LLM
 from nemotriton.engine.outputs import Completion
 from nemotriton.serve import exchange
 from nemotriton.serve.app import Limits
@@ -317,8 +319,22 @@ def test_a_short_soak() -> None:
 def test_the_benchmark_reads_every_stream_to_its_end() -> None:
     body = {"prompt": [300, 301], "max_tokens": 6, "ignore_eos": True, "stream": True}
     with serving(requests=2) as running:
-        assert asyncio.run(stream_all(running.url, [body] * 3)) > 0
+        start, end = asyncio.run(stream_all(running.url, [body] * 3))
+        assert end > start
         running.settle()
-        assert running.llm.engine.meter.output_tokens == 3 * (2 + 6)
+        assert running.llm.engine.meter.output_tokens == 3 * 6
         with pytest.raises(BenchError, match="a stream ended with"):
             asyncio.run(stream_all(running.url, [body | {"model": "another"}]))
+
+
+def test_the_benchmark_compares_the_same_work() -> None:
+    with LLM(device="cpu", max_context=64, max_requests=3) as llm:
+        load = Load.random(llm, streams=3, prompt=8, tokens=12)
+        for found in compare(llm, load, rounds=1):
+            assert sum(tokens for _, tokens in found.steps) == 3 * 12
+            assert len(found.submitted) == 3
+            assert found.start < min(found.submitted) <= found.start + found.arrival < found.end
+            before, during, after, rate = found.parts(3)
+            assert min(before, during, after) > 0
+            assert before + during + after == pytest.approx(found.seconds)
+            assert 3 / during < rate <= 3 * 11 / during * 1.001

@@ -74,7 +74,7 @@ def background(service: Service) -> Iterator[str]:
     server = Server(service, ready.set)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
         thread.start()
         ready.wait(_START)
         try:
