@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from nemotriton.audit.report import tell
-from nemotriton.audit.texts import DEFAULT_TEXTS, gather
+from nemotriton.audit.texts import DEFAULT_TEXTS, gather, most_tokens
 from nemotriton.console import Console
 from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
@@ -129,8 +129,9 @@ def mtp_command(
     with exit_codes() as console:
         texts = gather(prompt, file) or DEFAULT_TEXTS
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+        context = most_tokens(texts) + max_tokens
         machine = Machine(
-            *(device, memory, None, len(texts), None, None, implementations(impl)),
+            *(device, memory, context, len(texts), None, None, implementations(impl)),
             drafts=drafts,
             adapt_drafts=False,
             rollback=rollback,
@@ -143,7 +144,7 @@ def mtp_command(
         without = replace(machine, drafts=0, rollback=None)
         with opened(source, without, Console(quiet=True)) as llm:
             found = mtp.compare(llm, drafted, max_tokens)
-        tell(found, mtp.as_lines(found), as_json)
+        tell(found, mtp.as_lines(found, synthetic is not None), as_json)
         _end(not found["faults"])
 
 

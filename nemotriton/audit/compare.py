@@ -6,10 +6,14 @@ every input moves by a rounding of the model's dtype (times what one layer's rou
 add up to), and at least a few roundings of the result itself.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from nemotriton.model.nemotron_h import NemotronH
 
 ROUNDINGS = 2.0  # times; of a layer's in-between results, each like the one of the inputs
 _EPS32 = torch.finfo(torch.float32).eps
@@ -51,6 +55,23 @@ def nudged(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     u = torch.rand(x.shape, generator=g).to(x.device) * 2 - 1
     return (x.float() * (1 + torch.finfo(dtype).eps * u)).to(x.dtype)
+
+
+@contextmanager
+def rounding(model: NemotronH, seed: int = 0) -> Iterator[None]:
+    """Inside the block embeddings and every layer's result are a rounding off: what a pass makes of
+    that is as far away as another right way to sum, about the six roundings of a layer, may be."""
+
+    def nudge(number: int) -> Callable[..., Tensor]:
+        return lambda _module, _given, out: nudged(out, model.dtype, seed + number)
+
+    modules = [model.embeddings, *(block.mixer for block in model.blocks)]
+    hooks = [m.register_forward_hook(nudge(i)) for i, m in enumerate(modules)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def floor(dtype: torch.dtype, terms: int) -> float:

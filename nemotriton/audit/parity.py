@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemotriton.audit.compare import nudged
+from nemotriton.audit.compare import rounding
 from nemotriton.audit.report import table
 from nemotriton.engine.batch import build_batch
 from nemotriton.engine.caches import Caches, MambaStates, PagedKV
@@ -139,18 +139,8 @@ class Ways:
 
     def nudged(self, ids: Sequence[int]) -> Tensor:
         """Prefill whose embeddings and every layer's result are a rounding off."""
-        dtype = self.model.dtype
-
-        def nudge(seed: int) -> Callable[..., Tensor]:
-            return lambda _module, _given, out: nudged(out, dtype, seed)
-
-        modules = [self.model.embeddings, *(block.mixer for block in self.model.blocks)]
-        hooks = [m.register_forward_hook(nudge(i)) for i, m in enumerate(modules)]
-        try:
+        with rounding(self.model):
             return self.prefill(ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def decode(self, ids: Sequence[int]) -> Tensor:
         """A token a step behind the first."""

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from nemotriton.generate.prompts import UsageError
 
+_ROUND = 8  # tokens, of which one is usual
+
 DEFAULT_TEXTS = [
     "A hybrid model has three kinds of layer: state space, attention and feed-forward.",
     "0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30",
@@ -26,3 +28,8 @@ def gather(given: list[str] | None, file: Path | None) -> list[str]:
     if not lines:
         raise UsageError(f"{file} holds no text; give one a line.")
     return texts + lines
+
+
+def most_tokens(texts: list[str]) -> int:
+    """No text is more tokens, whatever the tokenizer: one a byte, and what it puts round them."""
+    return max(len(text.encode(errors="replace")) for text in texts) + _ROUND
