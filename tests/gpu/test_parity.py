@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import nemotriton.kernels  # noqa: F401  (registers the specs)
-from nemotriton import device
 from nemotriton.autotune import parity
 from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile, use_tile
 from nemotriton.model.config import ModelConfig
+from tests.gpu.sanitize import here
 
 PRESETS = ("super-120b", "nano-30b", "h-8b")
 TOKENS = (1, 5, 64, 300)
@@ -42,8 +42,7 @@ def free_memory() -> Iterator[None]:
 
 
 def skip_other_arches(spec: KernelSpec, cuda: torch.device) -> None:
-    major, minor = device.info(cuda).capability
-    if spec.arches and 10 * major + minor not in spec.arches:
+    if not here(spec, cuda):
         pytest.skip(f"written for {spec.arches}")
 
 
