@@ -14,7 +14,7 @@ import torch
 
 from nemotriton.engine.llm import LLM, SamplingParams
 from nemotriton.generate import interactive
-from nemotriton.text.tokens import JsonTokenizer
+from nemotriton.text.tokens import ByteTokenizer, JsonTokenizer
 from tests.test_generate import GREEDY, invoke, records
 from tests.test_generate_usage import invoke as misuse
 
@@ -114,6 +114,25 @@ def test_turns_of_the_command_line_come_first() -> None:
     assert (code, len(answers)) == (0, 2)
     assert talk("one", "two", args=("-s", "sys"))[1] == answers
     assert talk(args=())[:2] == (0, [])
+
+
+def test_a_preset_talks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights have no files; the family's template is the package's."""
+    seen: list[Any] = []
+    honest = ByteTokenizer.apply_chat
+
+    def apply_chat(self: ByteTokenizer, messages: Any, *rest: Any, **named: Any) -> list[int]:
+        seen.append([m["role"] for m in messages])
+        return honest(self, messages, *rest, **named)
+
+    monkeypatch.setattr(ByteTokenizer, "apply_chat", apply_chat)
+    model = ("preset:nano-30b", "--synthetic", "0", "--layers", "4", "--width-scale", "0.1")
+    limits = ("--max-context", "256", "--max-requests", "1", "-n", "4", "--seed", "1")
+    code, _, err = invoke(*model, *limits, "--chat", "--no-think", "-p", "one", "-p", "two")
+    assert code == 0, err
+    assert seen == [["user"], ["user"], ["user", "assistant", "user"]]  # the first asks if it can
+    assert invoke(*model, *limits, "-p", "hello")[0] == 0
+    assert len(seen) == 3  # a plain prompt is completed
 
 
 def test_a_turn_that_does_not_fit_or_says_nothing_is_dropped() -> None:

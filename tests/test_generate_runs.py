@@ -92,7 +92,10 @@ def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     openai = {"custom_id": "b", "url": "/v1/completions", "body": long}
     lines = [LINES[0], long, LINES[1], openai, {"messages": TALK}, {"prompt": [6000]}]
     source = write(tmp_path / "in.jsonl", lines)
-    model = ("preset:tiny", "--synthetic")  # without a chat template
+    own = tmp_path / "own"  # without a chat template
+    own.mkdir()
+    (own / "config.json").write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
+    model = (str(own), "--synthetic")
     code, answers, err = run_batch(source, tmp_path / "out.jsonl", *model)
     assert code == 1
     assert "4 of 6 requests failed" in err

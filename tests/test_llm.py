@@ -1,5 +1,6 @@
 """LLM over the real model with random weights: forms of input, cuts of the work, life and death."""
 
+import json
 import threading
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from nemotriton import LLM, ModelConfig, RequestOutput, SamplingParams
+from nemotriton.engine.loading import EMBEDDED
 from nemotriton.engine.pool import Pool
 from nemotriton.errors import (
     CapacityError,
@@ -19,6 +21,7 @@ from nemotriton.errors import (
     UnsupportedError,
 )
 from nemotriton.model.synth import write_checkpoint
+from nemotriton.text.tokens import load_tokenizer
 from tests.conftest import fill
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -160,9 +163,28 @@ def test_a_bad_stream_fails_at_the_call(llm: LLM) -> None:
         llm.stream([])
 
 
-def test_chat_without_a_template_says_so(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no chat template"):
-        llm.chat([{"role": "user", "content": "hi"}])
+def test_chat_without_a_template_says_so(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
+    with (
+        LLM.synthetic(tmp_path, device="cpu", max_context=64, max_requests=1) as own,
+        pytest.raises(RequestError, match="no chat template"),
+    ):
+        own.chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_preset_talks_as_the_embedded_model_does(llm: LLM) -> None:
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "hi"}]
+    prompt = llm.chat_prompt(turns)
+    assert prompt.thinking
+    text = llm.tokenizer.decode(prompt.ids, skip_special=False)
+    assert text == load_tokenizer(EMBEDDED, llm.config).decode(
+        load_tokenizer(EMBEDDED, llm.config).apply_chat(turns), skip_special=False
+    )
+    assert {10, 11, 12} <= set(prompt.ids)  # <|im_start|>, <|im_end|> and <think> are tokens
+    assert not llm.chat_prompt(turns, think=False).thinking
+    answer = llm.chat(turns, SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(answer[0].outputs[0].token_ids) == 3
 
 
 # ------------------------------------------------------------------------- cuts of the work

@@ -173,7 +173,7 @@ def work_of(given: Mapping[str, Any]) -> Work:
         interactive=given["chat"],
         think=given["think"],
         tools=_tools(given["tools"]),
-        completes=given["model"] in (None, "preset:tiny"),
+        completes=given["model"] is None or given["model"].startswith("preset:"),
     )
 
 

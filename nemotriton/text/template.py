@@ -8,6 +8,7 @@ from typing import Any
 from nemotriton.errors import ConfigError, RequestError, require
 from nemotriton.text.generation_config import read_json
 
+FAMILY = Path(__file__).parents[1] / "tiny"  # whose template is written as the family's are
 Message = Mapping[str, Any]
 # what a template that meets other types than it expects makes Python raise
 _MISREAD = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from nemotriton.errors import ConfigError, RequestError, UnsupportedError, require
 from nemotriton.text.generation_config import GenerationConfig, read_json
-from nemotriton.text.template import read_template, refusals, render, require_messages
+from nemotriton.text.template import FAMILY, read_template, refusals, render, require_messages
 
 if TYPE_CHECKING:
     import tokenizers
@@ -387,7 +387,8 @@ class StopStrings:
 
 
 def load_tokenizer(directory: Path | str | None, config: VocabularyConfig) -> Tokenizer:
-    """The tokenizer beside a checkpoint; bytes where `directory` has none of its files.
+    """The tokenizer beside a checkpoint; bytes where `directory` has none of its files, and where
+    there is no directory, as of a preset, bytes and the family's chat template.
 
     ConfigError where a file is unreadable, UnsupportedError where there are files but no
     `tokenizer.json`.
@@ -403,7 +404,7 @@ def load_tokenizer(directory: Path | str | None, config: VocabularyConfig) -> To
         others = [n for n in ("tokenizer.model", "vocab.json") if (where / n).is_file()]
         if declared != BYTE_CLASS or others:
             _no_tokenizer_json(where, others or ["tokenizer_config.json"])
-    return ByteTokenizer(config.vocab, bos, eos, read_template(where))
+    return ByteTokenizer(config.vocab, bos, eos, read_template(FAMILY if where is None else where))
 
 
 def _byte_letters() -> dict[str, int]:
