@@ -71,7 +71,7 @@ def _attend_paths(
     v_ptr += h * head_stride
     pages_idx += s.to(tl.int64) * pages_stride
     size = split_size(sight, SPLITS, GRAIN)
-    begin = j * size
+    begin = tl.minimum(j * size, sight)  # behind the last key: empty, looks up no page
     end = tl.minimum(begin + size, sight)
     mine = on & (begin < sight)
     position = tl.where(mine, sight - 1, -1)

@@ -8,9 +8,10 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRET else ["test_*.py"]
 
 if INTERPRET:
-    from tests.interpreter import repair, ssd_assembly
+    from tests.interpreter import bounds, repair, ssd_assembly
 
     repair.install()
+    bounds.install()
     ssd_assembly.register()
 
 

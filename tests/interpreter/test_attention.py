@@ -11,6 +11,7 @@ from nemotriton.autotune import parity
 from nemotriton.kernels.attention import ATTEND_PREFILL, attend_prefill
 from nemotriton.kernels.attention_decode import ATTEND_DECODE, GRAIN, attend_decode, most_splits
 from nemotriton.kernels.attention_paths import split_size
+from nemotriton.kernels.fixed_order import fixed_order
 from nemotriton.kernels.kv_cache import write_kv, write_kv_ref
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, use_tile
 from nemotriton.kernels.paged import attention_inputs
@@ -185,6 +186,19 @@ def test_tokens_on_both_sides_of_a_larger_split() -> None:
             assert torch.equal(attend_decode.triton(**alone)[0], drafted[i])
         tree = torch.tensor([-1, 0, 0, 1, -1], dtype=torch.int32)
         right(ATTEND_DECODE, args | {"parents": tree})
+
+
+@pytest.mark.parametrize("mode", ["default", "invariant"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_empty_splits_look_up_no_page_behind_the_table(tree: bool, mode: str) -> None:
+    """Three splits of 256 keys, the last one behind all 385: `bounds` sees what the table lacks."""
+    args = inputs([(2, 3 * GRAIN + 1)], ratio=2, page=64, dtype=torch.float32)
+    args |= {"pages": args["pages"][:, :7].contiguous(), "max_length": 64 * GRAIN}
+    if tree:
+        args["parents"] = torch.tensor([-1, -1], dtype=torch.int32)
+    tile = Tile(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=3, SPLITS=2)
+    with use_tile("attend_decode", tile), fixed_order("decode" if mode == "invariant" else None):
+        right(ATTEND_DECODE, args)
 
 
 def test_splits_of_a_long_context() -> None:
