@@ -127,26 +127,43 @@ async def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[float,
     return start, time.perf_counter()
 
 
-def clients_process(pipe: Any) -> None:
-    """Stream what comes through the pipe, until None does."""
-    while (asked := pipe.recv()) is not None:
-        pipe.send(asyncio.run(stream_all(*asked)))
+def clients_process(url: str, pipe: Any) -> None:
+    """Stream the bodies that come through the pipe, until None does."""
+    while (bodies := pipe.recv()) is not None:
+        pipe.send(asyncio.run(stream_all(url, bodies)))
+
+
+@dataclass(frozen=True)
+class Clients:
+    """A process of them, at the other end of a pipe."""
+
+    pipe: Any
+
+    def stream(self, bodies: Sequence[dict[str, Any]]) -> tuple[float, float]:
+        """As `stream_all`, over there; EOFError where that fails."""
+        self.pipe.send(bodies)
+        start, end = self.pipe.recv()
+        return start, end
 
 
 @contextmanager
-def clients() -> Iterator[Any]:
-    """The pipe to them: (address, bodies) in, what `stream_all` gives out."""
+def clients(llm: "LLM", streams: int) -> Iterator[Clients]:
+    """Clients of a server of this model, for as long as both are there."""
+    from nemotriton.serve.app import Limits, Service
+    from nemotriton.serve.server import background
+
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=clients_process, args=(theirs,), daemon=True)
-    process.start()
-    theirs.close()  # so that `recv` ends where they do
-    try:
-        yield ours
-        ours.send(None)
-        process.join(10)
-    finally:
-        process.terminate()
+    with background(Service(llm, "model", Limits(queue=streams))) as url:
+        process = spawn.Process(target=clients_process, args=(url, theirs), daemon=True)
+        process.start()
+        theirs.close()  # so that `recv` ends where they do
+        try:
+            yield Clients(ours)
+            ours.send(None)
+            process.join(10)
+        finally:
+            process.terminate()
 
 
 # --------------------------------------------------------------------------------------- compared
@@ -175,31 +192,28 @@ class Load:
             found.end = time.perf_counter()
         return found
 
-    def serve(self, llm: "LLM", pipe: Any, tokens: int | None = None) -> Round:
-        """By a server of its own: while there is one, its thread alone may step the model."""
-        from nemotriton.serve.app import Limits, Service
-        from nemotriton.serve.server import background
-
+    def serve(self, llm: "LLM", client: "Clients", tokens: int | None = None) -> Round:
+        """By the server that these clients are at."""
         asked = {"max_tokens": tokens or self.tokens, "ignore_eos": True, "stream": True}
         bodies = [asked | {"prompt": ids, "seed": i} for i, ids in enumerate(self.prompts)]
-        service = Service(llm, "model", Limits(queue=len(bodies)))
-        with background(service) as url, watched(llm) as found:
-            pipe.send((url, bodies))
-            found.start, found.end = pipe.recv()
+        with watched(llm) as found:
+            found.start, found.end = client.stream(bodies)
         return found
 
 
 def compare(llm: "LLM", load: Load, rounds: int) -> tuple[Round, Round]:
-    """The best round of each way, (generate, serve), in turns."""
-    alone, served = [], []
-    with clients() as pipe:
+    """The best round of each way, (generate, serve).
+
+    The former's stand before and after the latter's: while there is a server, its thread alone may
+    step the model."""
+    load.generate(llm, tokens=4)
+    before = [load.generate(llm) for _ in range(rounds - rounds // 2)]
+    with clients(llm, len(load.prompts)) as found:
         for _ in range(2):  # what steps of prompts launch hangs on how many arrive at a time
-            load.generate(llm, tokens=4)
-            load.serve(llm, pipe, tokens=4)
-        for _ in range(rounds):
-            alone.append(load.generate(llm))
-            served.append(load.serve(llm, pipe))
-    return min(alone, key=lambda r: r.seconds), min(served, key=lambda r: r.seconds)
+            load.serve(llm, found, tokens=4)
+        served = [load.serve(llm, found) for _ in range(rounds)]
+    after = [load.generate(llm) for _ in range(rounds // 2)]
+    return min(before + after, key=lambda r: r.seconds), min(served, key=lambda r: r.seconds)
 
 
 def table(load: Load, alone: Round, served: Round) -> str:

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # Python's own 5 ms, for which a thread keeps the interpreter from the other, are half a step
 _LOOK = 1.0  # seconds between looks at other ranks while there is nothing to do
 _SWITCH = 0.0005
+_GATHER = 0.02  # seconds that a first step waits at most for requests that are being read
 BAD_ENDS = ("error", "abort")
 
 
@@ -114,6 +115,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox: list[Job] = []
         self._cancels: list[Job] = []
+        self._coming = 0  # jobs with room that have not been submitted
         self._stopping = False
         self._active: list[Job] = []
         self._events: asyncio.AbstractEventLoop | None = None
@@ -133,19 +135,24 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def reserve(self, weight: int) -> bool:
-        """Book room for so many completions; False where there is none."""
+        """Book room for a job of so many completions; False where there is none."""
         if self.open + weight > self.room:
             return False
         self.open += weight
+        self._coming += 1
         return True
 
     def release(self, weight: int) -> None:
         """Give back room that no job came to fill."""
         self.open -= weight
+        with self._changed:
+            self._coming -= 1
+            self._changed.notify()
 
     def submit(self, job: Job) -> None:
         """Hand over a job whose room is reserved; the loop releases it at the job's end."""
         with self._changed:
+            self._coming -= 1
             if not self._stopping and self.alive:
                 self._inbox.append(job)
                 self._changed.notify()
@@ -198,6 +205,8 @@ class EngineLoop:
             while not (self._inbox or self._cancels or self._llm.engine.busy or self._stopping):
                 self._changed.wait(_LOOK)
                 self._llm.check_ranks()
+            if not self._llm.engine.busy:
+                self._gather()
             if self._stopping:
                 return False
             jobs, self._inbox = self._inbox, []
@@ -210,6 +219,13 @@ class EngineLoop:
             for group in job.groups:
                 self._llm.engine.cancel(group.id)
         return True
+
+    def _gather(self) -> None:
+        """Let those in who came at the same time: prompts of one step share its weights."""
+        until = time.monotonic() + _GATHER
+        while self._inbox and self._coming and not self._stopping:
+            if not self._changed.wait(until - time.monotonic()):
+                return
 
     def _submit(self, job: Job) -> None:
         try:
