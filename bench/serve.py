@@ -22,7 +22,8 @@ import httpx
 import typer
 
 from bench.cli import application, run
-from bench.serve_load import PATH, Load, compare, table
+from bench.serve_clients import PATH
+from bench.serve_load import Load, compare, table
 
 app = application(__doc__)
 JSON = {"content-type": "application/json"}

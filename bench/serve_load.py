@@ -2,30 +2,30 @@
 
 Both get the same prompts, sampling and number of tokens of one model, and are timed from the first
 submission (the first client's connect) to the last token (the last client's last byte), after a
-warm-up of both. The clients are a process of their own and speak through bare sockets: what a
-client makes of its answer is not the server's.
+warm-up of both. The clients are a process of their own, see `bench.serve_clients`.
 """
 
-import asyncio
 import json
-import multiprocessing
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
+from bench import serve_clients
 from bench.rows import BenchError
+from nemotriton.errors import require
 from nemotriton.kernels.op import compiled_variants
 
 if TYPE_CHECKING:
     from nemotriton import LLM
 
-PATH = "/v1/completions"
+ROOT = Path(__file__).parents[1]
 HTTP_THREADS = ("http", "reader")  # the event loop, and those that tokenize
 
 
@@ -102,47 +102,21 @@ def http_cpu() -> float:
 
 
 # ---------------------------------------------------------------------------------------- clients
-async def stream_one(where: httpx.URL, body: dict[str, Any]) -> int:
-    """Events of one answer."""
-    reader, writer = await asyncio.open_connection(where.host, where.port)
-    content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: {where.host}\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
-    count, tail = 0, b""
-    while found := await reader.read(1 << 16):
-        count += found.count(b"data: ")
-        tail = (tail + found)[-64:]
-    writer.close()
-    if b"data: [DONE]" not in tail:
-        raise BenchError(f"a stream ended with {tail!r}")
-    return count
-
-
-async def stream_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """When the first client set out, and when every stream had ended."""
-    where = httpx.URL(url)
-    start = time.perf_counter()
-    await asyncio.gather(*(stream_one(where, body) for body in bodies))
-    return start, time.perf_counter()
-
-
-def clients_process(url: str, pipe: Any) -> None:
-    """Stream the bodies that come through the pipe, until None does."""
-    while (bodies := pipe.recv()) is not None:
-        pipe.send(asyncio.run(stream_all(url, bodies)))
-
-
 @dataclass(frozen=True)
 class Clients:
-    """A process of them, at the other end of a pipe."""
+    """A process of them."""
 
-    pipe: Any
+    process: subprocess.Popen[str]
 
     def stream(self, bodies: Sequence[dict[str, Any]]) -> tuple[float, float]:
-        """As `stream_all`, over there; EOFError where that fails."""
-        self.pipe.send(bodies)
-        start, end = self.pipe.recv()
+        """When the first set out, and when every stream had ended."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(bodies) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        require(line != "", "the clients' process has ended: see its message.", BenchError)
+        start, end = json.loads(line)
         return start, end
 
 
@@ -152,18 +126,16 @@ def clients(llm: "LLM", streams: int) -> Iterator[Clients]:
     from nemotriton.serve.app import Limits, Service
     from nemotriton.serve.server import background
 
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
     with background(Service(llm, "model", Limits(queue=streams))) as url:
-        process = spawn.Process(target=clients_process, args=(url, theirs), daemon=True)
-        process.start()
-        theirs.close()  # so that `recv` ends where they do
+        command = [sys.executable, "-m", serve_clients.__name__, url]
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         try:
-            yield Clients(ours)
-            ours.send(None)
-            process.join(10)
+            yield Clients(process)
         finally:
-            process.terminate()
+            process.kill()
+            process.communicate()
 
 
 # --------------------------------------------------------------------------------------- compared

@@ -17,9 +17,9 @@ import httpx
 import pytest
 import torch
 
-from bench.rows import BenchError
 from bench.serve import soak
-from bench.serve_load import Load, compare, stream_all
+from bench.serve_clients import StreamError, stream_all
+from bench.serve_load import Load, compare
 from nemotriton.engine.llm import LLM
 from nemotriton.engine.outputs import Completion
 from nemotriton.serve import exchange
@@ -323,7 +323,7 @@ def test_the_benchmark_reads_every_stream_to_its_end() -> None:
         assert end > start
         running.settle()
         assert running.llm.engine.meter.output_tokens == 3 * 6
-        with pytest.raises(BenchError, match="a stream ended with"):
+        with pytest.raises(StreamError, match="a stream ended with"):
             asyncio.run(stream_all(running.url, [body | {"model": "another"}]))
 
 
