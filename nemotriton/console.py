@@ -78,12 +78,13 @@ class Console:
             yield Loading(bars)
 
     @contextlib.contextmanager
-    def counting(self, total: int) -> Iterator[Any]:
-        """A bar of finished requests on a terminal; gives a function to call after each."""
-        columns = [TextColumn("requests"), BarColumn(), TextColumn("{task.completed}/{task.total}")]
+    def counting(self, total: int, what: str = "requests") -> Iterator[Any]:
+        """A bar of what is finished on a terminal; gives a function to call after each."""
+        count = TextColumn("{task.completed}/{task.total}")
+        columns = [TextColumn(what), BarColumn(), count, TimeElapsedColumn()]
         hidden = self._quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
-            task = bars.add_task("requests", total=total)
+            task = bars.add_task(what, total=total)
             yield lambda: bars.advance(task)
 
     def memory(self, total: int, parts: Mapping[str, int], room: str) -> None:

@@ -233,7 +233,7 @@ def parity_command(
 ) -> None:
     """Compare the logprobs of prefill, decode, drafts and graphs on the same texts.
 
-    Exits 1 where a sequence is beyond what rounding explains."""
+    Exits 1 where a way or a sequence is beyond what rounding explains."""
     with exit_codes() as console:
         texts = gather(None, text) or DEFAULT_TEXTS
         source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
@@ -249,12 +249,12 @@ def parity_command(
         with opened(source, machine, console) as llm:
             sequences = [llm.tokenizer.encode(line)[:tokens] for line in texts]
             ways = parity.Ways(llm, forced, drafts, rollback)
-            with console.counting(len(sequences)) as counted:
+            with console.counting(len(sequences) * len(ways.all()), "parity") as counted:
                 found = parity.compare(ways, sequences, counted)
             if trace is not None:
                 traces.write(trace, traces.record(ways, sequences), llm.config.name, llm.dtype)
         tell(found, parity.as_lines(found), as_json)
-        _end(not found["wrong"])
+        _end(not found["wrong"] and not found["wrong_ways"])
 
 
 @app.command("env")

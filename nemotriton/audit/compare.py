@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemotriton.model.config import ModelConfig
 from nemotriton.model.nemotron_h import NemotronH
 
 ROUNDINGS = 2.0  # times; of a layer's in-between results, each like the one of the inputs
+_LAYERS = 1000  # more than any model has: from the seeds of one pass to those of the next
 _EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -50,20 +52,38 @@ def row_error(a: Tensor, b: Tensor, rows: Tensor | None = None) -> float:
     return float(torch.nan_to_num(error, nan=torch.inf).max())
 
 
-def nudged(x: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """x with every value moved at random by up to a rounding of `dtype`."""
+def nudged(x: Tensor, share: float, seed: int) -> Tensor:
+    """x with every value moved at random by up to that share of itself."""
     g = torch.Generator().manual_seed(seed)
     u = torch.rand(x.shape, generator=g).to(x.device) * 2 - 1
-    return (x.float() * (1 + torch.finfo(dtype).eps * u)).to(x.dtype)
+    return (x.float() * (1 + share * u)).to(x.dtype)
+
+
+def floor(dtype: torch.dtype, terms: int) -> float:
+    """What is rounding whatever the inputs: two roundings of the result, and the order of its sums
+    of up to `terms` terms in fp32 (Higham: sqrt(n) half roundings for each of two orders)."""
+    return 2 * torch.finfo(dtype).eps + 4 * _EPS32 * terms**0.5
+
+
+def terms(config: ModelConfig) -> int:
+    """Of the longest sum over a row of activations."""
+    widths = [config.width, *config.mlp_widths]
+    widths += [config.mamba.inner] if config.mamba else []
+    widths += [moe.top_k * moe.width for moe in config.moes if moe is not None]
+    return max(widths)
 
 
 @contextmanager
 def rounding(model: NemotronH, seed: int = 0) -> Iterator[None]:
-    """Inside the block embeddings and every layer's result are a rounding off: what a pass makes of
-    that is as far away as another right way to sum, about the six roundings of a layer, may be."""
+    """Inside the block embeddings and every layer's result are off by half the `floor`: what a pass
+    makes of that is as far from the plain one as another right way to sum may be.
+
+    In 16 bits that is as much as eight roundings to the nearest, of which a layer on its way from
+    norm to result has six or seven."""
+    share = floor(model.dtype, terms(model.config)) / 2
 
     def nudge(number: int) -> Callable[..., Tensor]:
-        return lambda _module, _given, out: nudged(out, model.dtype, seed + number)
+        return lambda _module, _given, out: nudged(out, share, _LAYERS * seed + number)
 
     modules = [model.embeddings, *(block.mixer for block in model.blocks)]
     hooks = [m.register_forward_hook(nudge(i)) for i, m in enumerate(modules)]
@@ -72,9 +92,3 @@ def rounding(model: NemotronH, seed: int = 0) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def floor(dtype: torch.dtype, terms: int) -> float:
-    """What is rounding whatever the inputs: two roundings of the result, and the order of its sums
-    of up to `terms` terms in fp32 (Higham: sqrt(n) half roundings for each of two orders)."""
-    return 2 * torch.finfo(dtype).eps + 4 * _EPS32 * terms**0.5

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemotriton.audit.compare import ROUNDINGS, Distance, distance, floor, nudged, row_error
+from nemotriton.audit.compare import ROUNDINGS, Distance, distance, floor, nudged, row_error, terms
 from nemotriton.audit.report import table
 from nemotriton.audit.walk import TWINS, Entry, Impl, Passed, Walk
 from nemotriton.kernels.op import OPS, counting_calls
@@ -85,11 +85,8 @@ class Audit:
     ) -> None:
         self.walk, self.impl, self.reference = walk, impl, reference
         self.roundings = roundings
-        config = walk.model.config
-        widths = [config.width, *config.mlp_widths]
-        widths += [config.mamba.inner] if config.mamba else []
-        widths += [moe.top_k * moe.width for moe in config.moes if moe is not None]
-        self.floor = floor(walk.model.dtype, max(*widths, len(walk.ids)))
+        longest = max(terms(walk.model.config), len(walk.ids))
+        self.floor = floor(walk.model.dtype, longest)
         self._bounds: dict[int, dict[str, float]] = {}
 
     def run(self, seen: Callable[[Layer], None] = lambda _: None) -> list[Layer]:
@@ -183,10 +180,10 @@ class Audit:
         if index in self._bounds:
             return self._bounds[index]
         entry = self.reference[index].entry
-        dtype = self.walk.model.dtype
+        eps = torch.finfo(self.walk.model.dtype).eps
         plain = self.walk.layer(index, entry, TWINS)
-        delta = None if entry.delta is None else nudged(entry.delta, dtype, 1)
-        moved = self.walk.layer(index, Entry(delta, nudged(entry.residual, dtype, 2)), TWINS)
+        delta = None if entry.delta is None else nudged(entry.delta, eps, 1)
+        moved = self.walk.layer(index, Entry(delta, nudged(entry.residual, eps, 2)), TWINS)
         rows = None
         if plain.sets is not None and moved.sets is not None:
             rows = _alike(plain.sets, moved.sets)

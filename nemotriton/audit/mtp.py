@@ -24,7 +24,6 @@ from nemotriton.errors import UnsupportedError, require
 from nemotriton.model.nemotron_h import NemotronH
 
 _NUDGES = 4  # passes that show what rounding does
-_SEEDS = 1000  # from one pass to the next; a layer has its own
 _MANY = 50  # drafts, of which a block that fits has some accepted
 
 
@@ -119,7 +118,7 @@ def _moved(llm: LLM, prompt: list[int], answer: list[int], right: Tensor) -> flo
     gaps = right.gather(1, two).diff()
     most = 0.0
     for seed in range(_NUDGES):
-        with rounding(model, _SEEDS * seed):
+        with rounding(model, seed):
             moved = _behind(llm, prompt, answer).gather(1, two).diff() - gaps
         most = max(most, float(torch.nan_to_num(moved, nan=0.0).abs().max()))
     return most

@@ -6,14 +6,15 @@
     graphs    a token a step, in recorded steps
 
 Every way is compared with prefill by the logprob of each token that really follows. What rounding
-alone does is measured: prefill again, every layer's result moved by a rounding. A sequence is wrong
-where its largest or its mean difference is far above that, or the largest far above what other
-sequences show. (Where rounding sends a token to other experts single differences are large; means
-are not.)
+alone does is measured: prefill again, every layer's result moved by a rounding. A way is wrong
+where its mean difference over all tokens is above that of rounding. A sequence is wrong where its
+largest or its mean difference is far above that, or the largest far above what other sequences
+show. (Where rounding sends a token to other experts single differences are large; means are not.)
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -33,27 +34,47 @@ from nemotriton.engine.replay import ReplayStates, find_rollback
 from nemotriton.engine.request import Piece, Request, Step
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import RequestError, require
-from nemotriton.kernels.op import use
+from nemotriton.kernels.op import compiled_variants, use
 from nemotriton.model.nemotron_h import NemotronH, Probe
 
 _SHOWN = 10
 _OUTLIER = 6.0  # times the other sequences' median
-_TIMES_NOISE = 4.0  # a layer rounds more than once on its way
+_NUDGES = 2  # passes that show what rounding does
+# Single differences are large where rounding sends a token to other experts, which the few passes
+# that show it may not happen to do; the mean of a sequence is steady.
+_TIMES_NOISE = {"largest": 4.0, "mean": 2.0}
+_ERRORS = 3.0  # standard errors that two means may differ by
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Of one sequence's logprobs on one way from prefill's; `tokens` were compared.
 
-    at: the position of the largest, in tokens; picks: rows whose likeliest token differs."""
+    deviation: of the tokens' differences from their mean. at: the position of the largest, in
+    tokens. picks: rows whose likeliest token differs."""
 
     sequence: int
     way: str
     tokens: int
     largest: float
     mean: float
+    deviation: float
     at: int
     picks: int
+
+
+class Timing:
+    """Seconds by what they went into."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Count the block's, whose results have been read from the device."""
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
 
 class Ways:
@@ -137,9 +158,9 @@ class Ways:
         self._start(caches)
         return self._forward(Piece(request, 0, len(ids)), caches, True, probe)
 
-    def nudged(self, ids: Sequence[int]) -> Tensor:
+    def nudged(self, ids: Sequence[int], seed: int = 0) -> Tensor:
         """Prefill whose embeddings and every layer's result are a rounding off."""
-        with rounding(self.model):
+        with rounding(self.model, seed):
             return self.prefill(ids)
 
     def decode(self, ids: Sequence[int]) -> Tensor:
@@ -203,16 +224,22 @@ def compare(
     found: list[Difference] = []
     noise: list[Difference] = []
     scale = 0.0
+    timing, compiled = Timing(), compiled_variants()
     for number, ids in enumerate(sequences, 1):
         _check(ways.llm, ids, number)
         with ways.ready():
-            want = ways.prefill(ids)
-            noise.append(_differ(number, "noise", ways.nudged(ids), want, ids))
-            scale = max(scale, float(want.abs().max()))
+            with timing.of("prefill"):
+                want = ways.prefill(ids)
+                scale = max(scale, float(want.abs().max()))
+            for seed in range(_NUDGES):
+                with timing.of("rounding"):
+                    noise.append(_differ(number, "noise", ways.nudged(ids, seed), want, ids))
             for name, way in ways.all().items():
-                found.append(_differ(number, name, way(ids), want, ids))
-        counted()
-    return _judged(found, noise, 2 * torch.finfo(ways.model.dtype).eps * scale)
+                with timing.of(name):
+                    found.append(_differ(number, name, way(ids), want, ids))
+                counted()
+    judged = _judged(found, noise, 2 * torch.finfo(ways.model.dtype).eps * scale)
+    return judged | {"seconds": timing.seconds, "compiled": compiled_variants() - compiled}
 
 
 def _check(llm: LLM, ids: Sequence[int], number: int) -> None:
@@ -230,48 +257,78 @@ def _differ(number: int, way: str, got: Tensor, want: Tensor, ids: Sequence[int]
     gap = torch.nan_to_num((a - b).abs(), nan=torch.inf)
     picks = int((got[:-1].argmax(-1) != want[:-1].argmax(-1)).sum())
     at = int(gap.argmax())
-    return Difference(number, way, len(ids) - 1, float(gap[at]), float(gap.mean()), at + 1, picks)
+    mean, deviation = float(gap.mean()), float(gap.std(correction=0))
+    return Difference(number, way, len(ids) - 1, float(gap[at]), mean, deviation, at + 1, picks)
 
 
 def _judged(
     found: Sequence[Difference], noise: Sequence[Difference], least: float
 ) -> dict[str, Any]:
-    """The differences, the largest first, each told right or wrong; `least` is always right."""
+    """Each way's mean over all tokens, and the sequences' differences, the largest first, each told
+    right or wrong; `least` is always right."""
     usual: dict[str, float] = {}
-    for way in dict.fromkeys(d.way for d in found):
+    names = list(dict.fromkeys(d.way for d in found))
+    for way in names:
         own = [d.largest for d in found if d.way == way]
         usual[way] = median(own) if len(own) > 3 else torch.inf
     limits = {
-        "largest": least + _TIMES_NOISE * max(d.largest for d in noise),
-        "mean": least / 4 + _TIMES_NOISE * max(d.mean for d in noise),
+        "largest": least + _TIMES_NOISE["largest"] * max(d.largest for d in noise),
+        "mean": least / 4 + _TIMES_NOISE["mean"] * max(d.mean for d in noise),
     }
     rows = []
     for d in sorted(found, key=lambda d: -d.largest):
         outlier = d.largest > max(limits["largest"] / 2, _OUTLIER * usual[d.way])
         wrong = outlier or d.largest > limits["largest"] or d.mean > limits["mean"]
         rows.append(asdict(d) | {"wrong": wrong})
+    ways = [_way([d for d in found if d.way == way], noise, least / 4) for way in sorted(names)]
     return {
         "noise": {"largest": max(d.largest for d in noise), "mean": max(d.mean for d in noise)},
         "limits": limits,
         "wrong": sum(r["wrong"] for r in rows),
+        "wrong_ways": sum(way["wrong"] for way in ways),
+        "ways": ways,
         "worst": rows,
     }
+
+
+def _way(own: Sequence[Difference], noise: Sequence[Difference], least: float) -> dict[str, Any]:
+    """All sequences of one way: what is wrong by little everywhere shows in the mean over many
+    tokens, which may exceed that of rounding by standard errors of the two and no more."""
+    tokens, mean, error = _mean(own)
+    _, usual, spread = _mean(noise)
+    limit = least + usual + _ERRORS * (error**2 + spread**2) ** 0.5
+    return {
+        "way": own[0].way,
+        "sequences": len(own),
+        "tokens": tokens,
+        "mean": mean,
+        "limit": limit,
+        "largest": max(d.largest for d in own),
+        "picks": sum(d.picks for d in own),
+        "wrong": not mean <= limit,
+    }
+
+
+def _mean(found: Sequence[Difference]) -> tuple[int, float, float]:
+    """Tokens, the mean of their differences, and its standard error."""
+    tokens = sum(d.tokens for d in found)
+    mean = sum(d.tokens * d.mean for d in found) / tokens
+    square = sum(d.tokens * (d.deviation**2 + d.mean**2) for d in found) / tokens
+    return tokens, mean, (max(square - mean**2, 0.0) / tokens) ** 0.5
 
 
 def as_lines(found: dict[str, Any]) -> Iterable[str]:
     """The result as text: each way, then the worst sequences."""
     rows = found["worst"]
-    by_way = {}
-    for way in dict.fromkeys(sorted(r["way"] for r in rows)):
-        own = [r for r in rows if r["way"] == way]
-        tokens = sum(r["tokens"] for r in own)
-        mean = sum(r["mean"] * r["tokens"] for r in own) / tokens
-        picks = sum(r["picks"] for r in own)
-        by_way[way] = (way, len(own), tokens, mean, own[0]["largest"], picks)
     yield "logprobs against prefill"
+    keys = ("way", "sequences", "tokens", "mean", "limit", "largest", "picks")
     yield from table(
-        ("way", "sequences", "tokens", "mean", "largest", "picks differ"), by_way.values()
+        (*keys[:-1], "picks differ", ""),
+        ((*(way[key] for key in keys), "!!" if way["wrong"] else "") for way in found["ways"]),
     )
+    spent = ", ".join(f"{what} {seconds:.1f}" for what, seconds in found["seconds"].items())
+    yield f"seconds: {spent}; {found['compiled']} kernels compiled or loaded"
+    yield "of a sequence"
     for what, limit in found["limits"].items():
         yield f"{what}: rounding alone {found['noise'][what]:.2e}, limit {limit:.2e}"
     yield "worst sequences"
@@ -292,4 +349,7 @@ def as_lines(found: dict[str, Any]) -> Iterable[str]:
         ),
         left=2,
     )
-    yield f"wrong: {found['wrong'] or 'none'}"
+    ways, sequences = found["wrong_ways"], found["wrong"]
+    told = [f"{ways} of {len(found['ways'])} ways"] if ways else []
+    told += [f"{sequences} of {len(rows)} passes over a sequence"] if sequences else []
+    yield f"wrong: {', '.join(told) or 'none'}"

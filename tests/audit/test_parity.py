@@ -83,9 +83,11 @@ def test_a_wrong_decode_kernel_is_seen_in_16_bits(monkeypatch: pytest.MonkeyPatc
 
     with LLM(None, device="cpu", max_context=64, max_requests=1, graphs=True) as llm:
         assert llm.dtype is torch.bfloat16
-        assert parity.compare(Ways(llm, {}, 2), [IDS])["wrong"] == 0
+        found = parity.compare(Ways(llm, {}, 2), [IDS])
+        assert (found["wrong"], found["wrong_ways"]) == (0, 0)
         monkeypatch.setattr(OPS["causal_conv1d_update"], "ref", shifted)
-        assert parity.compare(Ways(llm, {}, 2), [IDS])["wrong"] == 3
+        found = parity.compare(Ways(llm, {}, 2), [IDS])
+        assert (found["wrong"], found["wrong_ways"]) == (3, 3)
 
 
 def test_a_lost_draft_state_is_seen_in_drafts_alone(
@@ -101,7 +103,7 @@ def test_a_lost_draft_state_is_seen_in_drafts_alone(
 
 
 def row(sequence: int, largest: float, mean: float = 0.001) -> Difference:
-    return Difference(sequence, "decode", 9, largest, mean, 3, 0)
+    return Difference(sequence, "decode", 9, largest, mean, mean, 3, 0)
 
 
 def test_one_sequence_far_from_the_others_is_an_outlier() -> None:
@@ -119,11 +121,28 @@ def test_a_mean_is_judged_as_well() -> None:
     assert parity._judged([row(1, 2.0, 0.2)], noise, 0.02)["wrong"] == 1
 
 
+def test_a_way_that_is_off_by_little_everywhere_is_seen() -> None:
+    """No sequence is far out, the mean over all of them is."""
+    noise = [row(i, 3.0, 1.0) for i in range(8)]
+    fine = parity._judged([row(i, 3.0, 1.1) for i in range(8)], noise, 0.02)
+    assert (fine["wrong"], fine["wrong_ways"]) == (0, 0)
+    found = parity._judged([row(i, 3.0, 1.9) for i in range(8)], noise, 0.02)
+    assert (found["wrong"], found["wrong_ways"]) == (0, 1)
+    (way,) = found["ways"]
+    assert (way["mean"], way["tokens"]) == (pytest.approx(1.9), 72)
+    # rounding's mean, and three standard errors of 72 tokens' means
+    assert way["limit"] == pytest.approx(0.005 + 1 + 3 * (1 + 1.9**2) ** 0.5 / 72**0.5)
+    lines = list(parity.as_lines(found | {"seconds": {"prefill": 1.0}, "compiled": 0}))
+    assert lines[-1] == "wrong: 1 of 1 ways"
+    assert lines[2].endswith("!!")
+
+
 def test_nan_is_wrong() -> None:
     good = torch.zeros(3, 5)
     found = parity._differ(1, "decode", torch.full_like(good, torch.nan), good, [0, 1, 2])
     assert found.largest == torch.inf
-    assert parity._judged([found], [row(1, 0.1)], 0.1)["wrong"] == 1
+    judged = parity._judged([found], [row(1, 0.1)], 0.1)
+    assert (judged["wrong"], judged["wrong_ways"]) == (1, 1)
 
 
 def test_a_trace_holds_every_boundary(tmp_path: Path) -> None:

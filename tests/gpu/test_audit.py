@@ -72,7 +72,7 @@ def test_all_ways_agree(rollback: str) -> None:
         sequences = [IDS[i : i + 40] for i in range(0, 32, 8)]
         found = parity.compare(parity.Ways(llm, {}, 3, rollback), sequences)
     assert {row["way"] for row in found["worst"]} == {"decode", "drafts", "graphs"}
-    assert found["wrong"] == 0, found
+    assert (found["wrong"], found["wrong_ways"]) == (0, 0), found
 
 
 def test_drafts_change_no_token_but_for_ties() -> None:
