@@ -199,9 +199,11 @@ def divergence_command(
 
         source = replace(source, dtype=between.find_dtype(dtype))
         with opened(source, machine, console) as llm:
-            layers_found, culprit, count = between.diverge(
-                llm, "\n".join(texts), against, forced, tokens, decoded, synthetic is not None
-            )
+            random, text = synthetic is not None, "\n".join(texts)
+            with console.counting(llm.config.layer_count + 1, "layers") as counted:
+                layers_found, culprit, count = between.diverge(
+                    llm, text, against, forced, tokens, decoded, random, lambda _: counted()
+                )
         found = divergence.as_object(layers_found, culprit, count)
         tell(found, divergence.as_lines(layers_found, culprit), as_json)
         _end(culprit is None)

@@ -1,6 +1,6 @@
 """A model between its two paths: what is compared with what, and where that makes sense."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nemotriton.audit import hf, traces
@@ -33,10 +33,13 @@ def diverge(
     tokens: int,
     decoded: int,
     random: bool,
+    seen: Callable[[Layer], None] = lambda _: None,
 ) -> tuple[list[Layer], Culprit | None, int]:
-    """(layers, the fault if any, tokens compared); UsageError where there is nothing to compare."""
+    """(layers, the fault if any, tokens compared); `seen` is told of each layer as it is there.
+
+    UsageError where there is nothing to compare."""
     if against.endswith(".safetensors"):
-        return _traced(llm, Path(against), impl, decoded)
+        return _traced(llm, Path(against), impl, decoded, seen)
     ids = llm.tokenizer.encode(text)[:tokens]
     if len(ids) < 2:
         raise UsageError(f"the text is {len(ids)} token long: give at least 2.")
@@ -57,12 +60,12 @@ def diverge(
                 "TRITON_INTERPRET=1 (tiny models), or use --against hf."
             )
         audit = Audit(walk, impl, list(walk.chain(TWINS)))
-    layers = audit.run()
+    layers = audit.run(seen)
     return layers, audit.culprit(layers), len(ids)
 
 
 def _traced(
-    llm: LLM, path: Path, impl: Mapping[str, str], decoded: int
+    llm: LLM, path: Path, impl: Mapping[str, str], decoded: int, seen: Callable[[Layer], None]
 ) -> tuple[list[Layer], Culprit | None, int]:
     """The tokens of a trace, against what it holds of them."""
     config = llm.config
@@ -72,5 +75,5 @@ def _traced(
         raise UsageError(f"{path}: its input_ids are not tokens of a vocabulary of {config.vocab}.")
     walk = Walk.of(llm, ids, min(decoded, len(ids) - 1))
     audit = Audit(walk, impl, traces.passes(walk, trace), HF_ROUNDINGS)
-    layers = audit.run()
+    layers = audit.run(seen)
     return layers, audit.culprit(layers), len(ids)
