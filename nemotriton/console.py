@@ -1,13 +1,16 @@
 """What a person sees besides the answer: progress, memory, speed, warnings. All on stderr."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+_SECONDS = 10.0  # between two lines of progress in a log
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _CONTROL = {c: 0x2400 + c for c in range(32) if c not in (9, 10)} | {127: 0x2421}
 _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
@@ -16,8 +19,8 @@ _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 class Loading:
     """Bars while a model comes up: bytes of weights, then decode steps recorded."""
 
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
+    def __init__(self, bars: Progress, tell: Callable[[str, str], None]) -> None:
+        self._bars, self._tell = bars, tell
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, done: int, total: int, tensor: str, /) -> None:
@@ -31,6 +34,7 @@ class Loading:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(f"{name:<8}", total=total, text=text)
         self._bars.update(self._tasks[name], completed=done, total=total, text=text)
+        self._tell(name, text)
 
 
 class Console:
@@ -70,22 +74,41 @@ class Console:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[Loading]:
-        """Bars while a model comes up, on a terminal; silent elsewhere."""
+        """Bars while a model comes up, on a terminal; elsewhere now and then a line."""
         text = TextColumn("{task.fields[text]}")
         columns = [TextColumn("{task.description}"), BarColumn(), text, TimeElapsedColumn()]
         hidden = self._quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
-            yield Loading(bars)
+            yield Loading(bars, self._now_and_then())
 
     @contextlib.contextmanager
     def counting(self, total: int, what: str = "requests") -> Iterator[Any]:
-        """A bar of what is finished on a terminal; gives a function to call after each."""
-        count = TextColumn("{task.completed}/{task.total}")
-        columns = [TextColumn(what), BarColumn(), count, TimeElapsedColumn()]
+        """A bar of what is finished on a terminal, elsewhere now and then a line; gives a function
+        to call after each."""
+        done = TextColumn("{task.completed}/{task.total}")
+        columns = [TextColumn(what), BarColumn(), done, TimeElapsedColumn()]
         hidden = self._quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
-            task = bars.add_task(what, total=total)
-            yield lambda: bars.advance(task)
+            task, tell = bars.add_task(what, total=total), self._now_and_then()
+            numbers = itertools.count(1)
+
+            def count() -> None:
+                bars.advance(task)
+                tell(what, f"{next(numbers)} of {total}")
+
+            yield count
+
+    def _now_and_then(self) -> Callable[[str, str], None]:
+        """What prints a line where no bar is seen, if the last one is long ago: for log files."""
+        last = time.monotonic()
+
+        def tell(label: str, text: str) -> None:
+            nonlocal last
+            if not self._out.is_terminal and time.monotonic() - last >= _SECONDS:
+                last = time.monotonic()
+                self.line(label, text)
+
+        return tell
 
     def memory(self, total: int, parts: Mapping[str, int], room: str) -> None:
         """`memory   140 GiB: weights 17 GiB · states 2 GiB · ... · room for ...`."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemotriton import console as console_module
 from nemotriton.console import Console, bytes_text, printable
 
 
@@ -43,3 +44,21 @@ def test_quiet_leaves_warnings_and_errors(capsys: pytest.CaptureFixture[str]) ->
     console.warn("careful")
     console.error("no")
     assert capsys.readouterr() == ("", "warning: careful\nerror: no\n")
+
+
+def test_a_log_is_told_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: clock[0])
+    with Console().loading() as progress, Console().counting(5, "layers") as count:
+        for second in (4, 9, 11, 15, 30):
+            clock[0] = float(second)
+            count()
+            progress(second * 2**30, 60 * 2**30, "norm_f.weight")
+    assert capsys.readouterr().err.splitlines() == [
+        "layers   3 of 5",
+        "weights  11 GiB of 60 GiB",
+        "layers   5 of 5",
+        "weights  30 GiB of 60 GiB",
+    ]

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from nemotriton.engine.llm import LLM, SamplingParams
+from nemotriton.generate import loading
 from nemotriton.generate.__main__ import app
 from nemotriton.model.config import ModelConfig
 from nemotriton.text.tokens import load_tokenizer
@@ -217,6 +218,14 @@ def test_sampling_options_arrive(tiny: LLM) -> None:
     assert f"{rows[0][found['token_ids'][0]].logprob:.4f}" in err
 
 
+def test_a_long_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("-p", "a", "-n", "1", "--graphs", *GREEDY)
+    assert "start " not in invoke(*args)[2]
+    monkeypatch.setattr(loading, "_LONG", 0.0)
+    said = r"start    \d+ s, \d+ of them recording decode steps \(kernels are compiled once"
+    assert re.search(said, invoke(*args)[2])
+
+
 def test_random_weights_of_a_preset_cut_down() -> None:
     args = ("preset:nano-30b", "-p", "a", "-n", "2", "--layers", "4", "--width-scale", "0.05")
     code, out, err = invoke(*args, "--synthetic", "7", *GREEDY)
@@ -258,9 +267,10 @@ def test_chat_template(chatty: Path) -> None:
     assert prompt_of(chatty, "-p", "hello hello", "--raw") == " hello"  # the first one is a token
 
 
-def test_a_model_without_a_template_takes_nothing_for_one() -> None:
+def test_a_model_without_a_template_takes_nothing_for_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
     for args in (("-s", "b"), ("--template-arg", "x=1"), ("--think",), ("--no-raw",), ("--chat",)):
-        code, out, err = invoke("preset:tiny", "--synthetic", "-p", "a", *args)
+        code, out, err = invoke(str(tmp_path), "--synthetic", "-p", "a", *args)
         assert (code, out) == (2, "")
         assert {"-s": "--system"}.get(args[0], args[0]) in err
         assert "needs a chat template; this model has none (bytes, no tokenizer file)" in err

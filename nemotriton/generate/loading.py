@@ -1,6 +1,7 @@
 """A model opened as the command line asks, with what a person wants to know said on the way."""
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,10 +11,13 @@ from nemotriton.engine.loading import EMBEDDED
 from nemotriton.generate.source import Machine, Source
 from nemotriton.text.tokens import ByteTokenizer
 
+_LONG = 10.0  # seconds
+
 
 @contextlib.contextmanager
 def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
     """The model, closed at the end; NemotritonError where it cannot be had."""
+    began = time.perf_counter()
     with console.loading() as progress:
         if source.synthetic is not None:
             llm = LLM.synthetic(
@@ -71,6 +75,7 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
             )
     with llm:
         _introduce(llm, source, machine, console)
+        _long_start(llm, time.perf_counter() - began, console)
         yield llm
 
 
@@ -95,3 +100,14 @@ def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> 
         console.line("tokens", f"no tokenizer.json{where}: text is read and written as bytes")
     if llm.device.type == "cpu" and machine.device is None and not embedded:
         console.line("device", "no CUDA device: the PyTorch twins run, expect seconds per token")
+
+
+def _long_start(llm: LLM, seconds: float, console: Console) -> None:
+    """What a start that makes people wait went into."""
+    if seconds < _LONG:
+        return
+    graphs = llm.stats()["graphs"]
+    recording = (
+        "" if graphs is None else f", {graphs['seconds']:.0f} of them recording decode steps"
+    )
+    console.line("start", f"{seconds:.0f} s{recording} (kernels are compiled once on a machine)")
