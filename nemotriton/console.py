@@ -22,6 +22,12 @@ class Loading:
     def __init__(self, bars: Progress, tell: Callable[[str, str], None]) -> None:
         self._bars, self._tell = bars, tell
         self._tasks: dict[str, TaskID] = {}
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
 
     def __call__(self, done: int, total: int, tensor: str, /) -> None:
         self._show("weights", done, total, f"{bytes_text(done)} of {bytes_text(total)}")

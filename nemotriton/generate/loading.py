@@ -1,7 +1,6 @@
 """A model opened as the command line asks, with what a person wants to know said on the way."""
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,7 +16,6 @@ _LONG = 10.0  # seconds
 @contextlib.contextmanager
 def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
     """The model, closed at the end; NemotritonError where it cannot be had."""
-    began = time.perf_counter()
     with console.loading() as progress:
         if source.synthetic is not None:
             llm = LLM.synthetic(
@@ -74,12 +72,13 @@ def opened(source: Source, machine: Machine, console: Console) -> Iterator[LLM]:
                 recording=progress.graphs,
             )
     with llm:
-        _introduce(llm, source, machine, console)
-        _long_start(llm, time.perf_counter() - began, console)
+        _introduce(llm, source, machine, console, progress.seconds)
         yield llm
 
 
-def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> None:
+def _introduce(
+    llm: LLM, source: Source, machine: Machine, console: Console, seconds: float
+) -> None:
     config = llm.config
     kinds = " ".join(f"{kind.value}{n}" for kind, n in Counter(config.kinds).items())
     dtype = str(llm.dtype).removeprefix("torch.")
@@ -100,6 +99,7 @@ def _introduce(llm: LLM, source: Source, machine: Machine, console: Console) -> 
         console.line("tokens", f"no tokenizer.json{where}: text is read and written as bytes")
     if llm.device.type == "cpu" and machine.device is None and not embedded:
         console.line("device", "no CUDA device: the PyTorch twins run, expect seconds per token")
+    _long_start(llm, seconds, console)
 
 
 def _long_start(llm: LLM, seconds: float, console: Console) -> None:
