@@ -108,7 +108,8 @@ class _Place:
         nowhere = torch.device("cpu")  # it takes e4m3, as every GPU since 8.9
         kv = find_kv_dtype(wanted.kv_dtype, self.model.scheme, config, dtype, nowhere)
         shape = DraftShape.wanted(wanted.drafts, None)
-        rollback = find_rollback("replay" if shape is not None else "lanes", shape, nowhere)
+        gpu = torch.device("cuda")
+        rollback = find_rollback(None, shape, gpu, requests=requests, states=states)
         wishes = Wishes(
             context,
             requests,

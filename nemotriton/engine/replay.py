@@ -26,14 +26,24 @@ if TYPE_CHECKING:
 ROLLBACKS = ("auto", "lanes", "replay")
 
 
+MANY = 32  # requests; of 16 the plain update's shorter launch and replay's fewer bytes are even
+_PAYS = ("float32", "bfloat16", "int8")  # states whose replay without drafts was measured faster
+
+
 def find_rollback(
-    wanted: str | None, shape: DraftShape | None, device: torch.device, invariant: bool = False
+    wanted: str | None,
+    shape: DraftShape | None,
+    device: torch.device,
+    invariant: bool = False,
+    requests: int | None = None,
+    states: StateFormat = STATE_FORMATS["float32"],
 ) -> str:
     """ "lanes" or "replay"; ConfigError for anything else, or where a ring cannot hold the drafts.
 
     None or "auto": replay for drafts on a GPU, where a verify pass with lanes writes a state a row
-    and each row has one in memory; lanes without drafts, where the plain update has the shortest
-    launch, for the twins, which replay token by token, and in the invariant mode, where drafts must
+    and each row has one in memory, and without drafts where so many `requests` were asked for that
+    the states are most of a step: each is read, but seldom written. Else lanes: the plain update
+    has the shortest launch, the twins replay token by token, and in the invariant mode drafts must
     not change what decoding without them computes.
     """
     wanted = "auto" if wanted is None else wanted
@@ -42,7 +52,8 @@ def find_rollback(
     deepest = 0 if shape is None else shape.depth(len(shape))
     fits = deepest < REPLAY_INTERVAL
     if wanted == "auto":
-        pays = shape is not None and fits and device.type == "cuda" and not invariant
+        many = requests is not None and requests >= MANY and states.name in _PAYS
+        pays = (many if shape is None else fits) and device.type == "cuda" and not invariant
         return "replay" if pays else "lanes"
     require(
         fits or wanted == "lanes",

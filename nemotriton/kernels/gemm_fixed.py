@@ -35,7 +35,8 @@ def product_order(tile: Tile) -> Any:
         return "wide", step, tile["SPLITS"]
     swap = bool(tile.get("SWAP", False))
     tall = int(tile["BLOCK_N"] if swap else tile["BLOCK_T"])
-    return "tiles", swap, is_asynchronous(tall, tile), step, tile.get("SPLITS", 1)
+    codes = "TMA" in tile and step > 64  # multiplies e4m3 codes; other tiles the numbers they mean
+    return "tiles", swap, is_asynchronous(tall, tile), step, tile.get("SPLITS", 1), codes
 
 
 def fixed_stream(N: int, tokens: int, itemsize: int) -> Tile:

@@ -343,7 +343,7 @@ def _default(case: Case, tokens: int) -> Tile:
     if tokens <= STREAM_TOKENS:
         t = 8 if tokens <= 8 else 16
         if case.N >= 8192 and case.K % 512 == 0 and on_hopper():
-            return DIRECT[0 if t == 8 else 1]
+            return DIRECT[4 if tokens == 1 else 0 if t == 8 else 1]
         if case.N >= 8192:
             return _stream_tile((t, 32 if tokens <= 4 else 64, 4, 3))
         return _stream_tile((t, 16 if t == 8 else 32, 8, 3))

@@ -42,22 +42,22 @@ def _few_fp8(case: Case, tokens: int) -> Tile | None:
     if not on_hopper():
         return None
     wide, shares = case.N >= WIDE, cdiv(cdiv(case.N, 16), PROCESSORS)
-    if tokens <= 4 and wide and case.K % 512 == 0:
-        return DIRECT_FP8[0]
+    if tokens <= 8 and wide and case.K % 512 == 0:
+        return DIRECT_FP8[0 if tokens > 1 else -1]
     if tokens <= 16 and shares <= 3 and case.K % 1024 == 0 and case.N >= 2048:
         if shares == 3:
-            return DIRECT_FP8[2] if tokens <= 4 else None
+            return DIRECT_FP8[2] if tokens <= 8 else None
         return DIRECT_FP8[1 if tokens <= 8 else 3]
     if tokens <= 8 or tokens > 64 or (case.Q and tokens > 16) or not (wide or tokens > 16):
         return None
     t, splits = max(16, next_pow2(tokens)), 1
     if wide:
-        tile = wide_tile(t, 128, 128, 4, 3, 2) if t == 32 else wide_tile(t, 64, 128, 4, 4, 1)
+        tile = _WIDE_FP8[{16: 0, 32: 3, 64: 5}[t]]
     else:
         while cdiv(case.N, 64) * splits <= PROCESSORS and 1024 * splits < case.K:
             splits *= 2
         tile = wide_tile(t, 64, 128, 4, 4, splits)
-    return tile if case.K % (128 * int(tile["SPLITS"])) == 0 else None
+    return tile if case.K % (int(tile["BLOCK_K"]) * int(tile["SPLITS"])) == 0 else None
 
 
 def fp8_default(case: Case, tokens: int) -> Tile:
@@ -111,8 +111,10 @@ DIRECT_FP8 = (
     direct_tile(8, 16, 2, 8, registers=96),
     direct_tile(8, 16, 2, 8, registers=80),
     direct_tile(16, 32, 2, 2),
+    direct_tile(8, 32, 1, 4, registers=96).but(EARLY=True),
 )
 _WIDE_FP8 = (
+    wide_tile(16, 64, 256, 4, 3, 1),
     wide_tile(16, 64, 128, 4, 4, 1),
     wide_tile(16, 128, 128, 4, 3, 2),
     wide_tile(32, 128, 128, 4, 3, 2),

@@ -44,6 +44,7 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     next_pow2,
+    on_hopper,
     op,
     target,
 )
@@ -365,7 +366,8 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     elif case.TREE:
         rows = 32
     elif case.P > 16 and case.STATE in _FEW and tokens > case.NEW * _FEW[case.STATE]:
-        return _sliced(case)
+        own = case.STATE == "fp32" and case.NEW == 1 and on_hopper()
+        return _limited(case) if own else _sliced(case)
     elif tokens <= case.NEW:
         rows = 16
     elif case.STATE == "int8" and case.NEW > 1 and most_shared() < LARGE:
@@ -376,10 +378,19 @@ def _default_tile(case: Case, tokens: int) -> Tile:
 
 
 def _sliced(case: Case) -> Tile:
-    """16 rows of the state in registers at a time. A limit on registers brings more programs, but
-    fp32 states fill L2 sooner, and drafts and codes of a byte need the registers."""
+    """16 rows of the state in registers at a time; a limit on registers brings more programs, as
+    long as nothing is spilled."""
     tile = Tile(BLOCK_P=min(next_pow2(case.P), 64), SLICE_P=16, num_warps=1, num_stages=1)
-    return tile.but(maxnreg=168) if case.STATE == "bf16" and case.NEW == 1 else tile
+    if case.STATE == "bf16":
+        return tile.but(maxnreg=168 if case.NEW == 1 else 184)
+    return tile.but(maxnreg=184) if (case.STATE, case.NEW) == ("int8", 1) and on_hopper() else tile
+
+
+def _limited(case: Case) -> Tile:
+    """Half a head's rows, in as few registers as do not spill: fp32 states fill L2 too soon for
+    more to be under way."""
+    rows = min(next_pow2(case.P), 32)
+    return Tile(BLOCK_P=rows, num_warps=1, num_stages=1, maxnreg=168)
 
 
 def _tiles(case: Case) -> list[Tile]:
@@ -393,7 +404,7 @@ def _tiles(case: Case) -> list[Tile]:
     if case.STATE in ("bf16", "fp32") and case.NEW == 1 and case.P > 16:
         found.append(found[1].but(maxnreg=128 if case.STATE == "bf16" else 168))
     if not case.TREE and case.P > 16:
-        found += [_sliced(case), *(_sliced(case).but(maxnreg=r) for r in (128, 168))]
+        found += [_sliced(case).but(maxnreg=r) for r in (128, 168, 255)]
     return list(dict.fromkeys(found))
 
 

@@ -16,7 +16,7 @@ from nemotriton.autotune import cache, parity
 from nemotriton.autotune.alone import differing, same_bits
 from nemotriton.engine.loading import EMBEDDED
 from nemotriton.kernels.fixed_order import DECODE, PREFILL, fixed_order
-from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, use_tile
+from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile, use_tile
 from nemotriton.model.config import ModelConfig
 from tests import schedules
 from tests.gpu.test_parity import skip_other_arches
@@ -94,11 +94,16 @@ def test_tiles_of_one_order_give_the_same_bits(
         want = parity.run(spec, args)
         alike = [t for t in spec.tiles(case) if t != own]
         alike = [t for t in alike if spec.fixed.order(t) == spec.fixed.order(own)]
-        for tile in alike[:4]:
+        for tile in sorted(alike, key=lambda t: alike_before(alike, t))[:6]:
             with use_tile(spec.op.name, tile):
                 got = parity.run(spec, args)
             wrong += [f"{tile}: {k}" for k in want if not same_bits(want[k], got[k])]
     assert not wrong, "; ".join(wrong[:4])
+
+
+def alike_before(tiles: list[Tile], tile: Tile) -> int:
+    """How many tiles of its form, which its names tell, come before it: one of each goes first."""
+    return sum(sorted(t) == sorted(tile) for t in tiles[: tiles.index(tile)])
 
 
 @pytest.mark.parametrize("name", ["conv", "state"])
