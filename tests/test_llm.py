@@ -346,3 +346,28 @@ def test_cut_down_presets_run_every_kind() -> None:
         output = small.generate([1, 2, 3], GREEDY)[0].outputs[0]
         assert output.finish_reason == "length"
         assert len(output.token_ids) == 10
+
+
+# ------------------------------------------------------------------- one model in two LLMs
+def test_weights_of_another_llm_are_used_as_they_are() -> None:
+    sizes = {"max_context": 64, "max_requests": 2, "device": "cpu", "dtype": "float32"}
+    with LLM.synthetic("tiny", drafts=2, seed=7, **sizes) as first:
+        before = ids_of(first.generate([prompt_of(9), prompt_of(20)], GREEDY))
+        weights, model = first.weights, first.runner.model
+        assert first.plan.weights > 0
+    with LLM(weights, **sizes) as second:
+        assert second.runner.model is model
+        assert second.runner.drafter is None
+        assert second.plan.weights == 0  # of the memory that is free they take nothing more
+        assert second.config.name == "tiny"
+        assert ids_of(second.generate([prompt_of(9), prompt_of(20)], GREEDY)) == before
+        without = second.weights
+    with LLM(without, drafts=1, **sizes) as third:  # its MTP block came along
+        assert ids_of(third.generate([prompt_of(9), prompt_of(20)], GREEDY)) == before
+    for wrong in ({"dtype": "bfloat16"}, {"dtype": "float16"}):
+        with pytest.raises(ConfigError, match="the weights of another LLM stay as they are"):
+            LLM(weights, **sizes | wrong)
+    with LLM.synthetic("tiny", **sizes) as bare:
+        weights = bare.weights
+    with pytest.raises(ConfigError, match="drafts only where it had some"):
+        LLM(weights, drafts=1, **sizes)

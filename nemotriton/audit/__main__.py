@@ -137,13 +137,21 @@ def mtp_command(
             rollback=rollback,
         )
         from nemotriton.audit import mtp
+        from nemotriton.engine.llm import LLM
         from nemotriton.generate.loading import opened
 
         with opened(source, machine, console) as llm:
-            drafted = mtp.draft(llm, texts, max_tokens)
-        without = replace(machine, drafts=0, rollback=None)
-        with opened(source, without, Console(quiet=True)) as llm:
-            found = mtp.compare(llm, drafted, max_tokens)
+            drafted, weights = mtp.draft(llm, texts, max_tokens), llm.weights
+        with LLM(
+            weights,
+            dtype=llm.dtype,
+            device=llm.device,
+            max_context=context,
+            max_requests=len(texts),
+            impl=machine.impl,
+            memory=memory,
+        ) as plain:
+            found = mtp.compare(plain, drafted, max_tokens)
         tell(found, mtp.as_lines(found, synthetic is not None), as_json)
         _end(not found["faults"])
 

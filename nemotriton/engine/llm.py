@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -58,29 +57,29 @@ Tools = Sequence[Mapping[str, Any]] | None
 class LLM:
     """A Nemotron-H model and everything to run it.
 
-    model: directory, Hugging Face id, or None for the model inside the package. dtype: of weights
-    and activations. state_dtype: of recurrent states, "float32", "bfloat16", "float16",
-    "float16-sr" (stochastic rounding), "int16" or "int8" (an fp32 scale a row); None for either is
-    the checkpoint's. kv_dtype: "bf16" (as activations), "fp8", or "auto" (None): the checkpoint's.
-    act_quant: quantise activations where the checkpoint was made for it, or "fp8": at its FP8
-    matrices, see `notes`. device: None is a GPU if there is one. max_context: tokens of prompt and
-    completion; max_requests: run at the same time (None: what memory allows, see `plan`).
-    prefill_piece: prompt tokens a step. memory: share of the free memory. drafts: most tokens that
-    the checkpoint's MTP block guesses a step, or tree: their shape, see `DraftShape.parse`;
-    adapt_drafts: fewer where they do not pay. rollback: how states forget rejected drafts, "lanes",
-    "replay", or "auto" (None), see `find_rollback`. graphs: record decode steps as CUDA graphs;
-    None where there is a GPU. tp, ep: tp * ep GPUs, see `model.parallel`; all but the first run in
-    processes that this one, or torchrun, started; those end here. seed: for requests that have
-    none. impl: "ref" or "triton" for all ops, or by op. invariant: a token's bits depend on its
-    sequence alone, see `kernels.fixed_order`. progress: called with (bytes done, in all, tensor) as
-    weights load. recording: with (shapes done, in all, what) as steps are recorded.
+    model: directory, Hugging Face id, None for the model inside the package, or another LLM's
+    `weights`. dtype: of weights and activations. state_dtype: of recurrent states, "float32",
+    "bfloat16", "float16", "float16-sr" (stochastic rounding), "int16" or "int8" (an fp32 scale a
+    row); None for either is the checkpoint's. kv_dtype: "bf16" (as activations), "fp8", or "auto"
+    (None): the checkpoint's. act_quant: quantise activations where the checkpoint was made for it,
+    or "fp8": at its FP8 matrices, see `notes`. device: None is a GPU if there is one. max_context:
+    tokens of prompt and completion; max_requests: run at the same time (None: what memory allows,
+    see `plan`). prefill_piece: prompt tokens a step. memory: share of the free memory. drafts: most
+    tokens that the checkpoint's MTP block guesses a step, or tree: their shape, see
+    `DraftShape.parse`; adapt_drafts: fewer where they do not pay. rollback: how states forget
+    rejected drafts, "lanes", "replay", or "auto" (None), see `find_rollback`. graphs: record decode
+    steps as CUDA graphs; None where there is a GPU. tp, ep: tp * ep GPUs, see `model.parallel`; all
+    but the first run in processes that this one, or torchrun, started; those end here. seed: for
+    requests that have none. impl: "ref" or "triton" for all ops, or by op. invariant: a token's
+    bits depend on its sequence alone, see `kernels.fixed_order`. progress: called with (bytes done,
+    all, tensor) as weights load. recording: with (shapes done, all, what) as steps are recorded.
 
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | Recipe | None = None,
         *,
         dtype: Dtype = None,
         device: str | torch.device | None = None,
@@ -110,8 +109,8 @@ class LLM:
         sizes = (max_context, max_requests, prefill_piece, shape, memory)
         limits = Limits(device, dtype, state_dtype, *sizes, kv_dtype, rollback, invariant)
         drafting = shape is not None
-        weights: Recipe = partial(embedded_weights, act_quant, drafting)
-        if model is not None:
+        weights = model if callable(model) else partial(embedded_weights, act_quant, drafting)
+        if isinstance(model, str | Path):
             weights = partial(stored_weights, model, revision, offline, act_quant, drafting)
         work = Work(weights, limits, seed, impl, adapt_drafts, graphs, tp, ep)
         self._start(work, progress, recording)
@@ -192,7 +191,7 @@ class LLM:
         if team is not None:
             limits = replace(limits, device=team.device)
             team.agree(work.facts(weights))
-        self.config = weights.config
+        self._weights, self.config = weights, weights.config
         self.directory = weights.directory
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
         self.default_params = default_params(GenerationConfig.read(weights.directory))
@@ -358,6 +357,11 @@ class LLM:
         return self._engine
 
     @property
+    def weights(self) -> Recipe:
+        """For another LLM, which then has this one's model on one GPU; close this one first."""
+        return partial(replace, self._weights, model=self.runner.model)
+
+    @property
     def runner(self) -> Runner:
         """The model (`runner.model`) and its caches."""
         return self.engine.runner
@@ -382,12 +386,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ---- steps --------------------------------------------------------------------------------

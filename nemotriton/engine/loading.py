@@ -44,6 +44,10 @@ EMBEDDED = Path(__file__).parents[1] / "tiny"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _SHOWN = 5
+_OTHERS = (
+    "the weights of another LLM stay as they are: give its dtype and device, one GPU, and drafts "
+    "only where it had some."
+)
 
 Progress = Callable[[int, int, str], None]
 
@@ -54,7 +58,8 @@ class Weights:
 
     place(model, progress): writes them into the model's own tensors. directory: where tokenizer
     files may be, None for a preset. scheme: the formats of `expected`; act_quant: where
-    activations are quantised too. mark: tells other weights of the same shapes apart.
+    activations are quantised too. mark: tells other weights of the same shapes apart. model: that
+    has them already.
     """
 
     config: ModelConfig
@@ -65,6 +70,7 @@ class Weights:
     scheme: QuantScheme = UNQUANTISED
     act_quant: ActQuant = False
     mark: str = ""
+    model: NemotronH | None = None
 
     def __post_init__(self) -> None:
         known = self.act_quant in (False, True, "fp8")
@@ -293,15 +299,12 @@ def place(
     plan = make_plan(
         last.local(whole),
         wishes,
-        weights=sum(entry.nbytes(dtype.itemsize) for entry in own.values())
-        + padding_bytes(own, act_quant, dtype, device),
+        weights=_bytes_to_come(weights, own, dtype, device),
         available=_available(limits, device, team),
         where=f"{'each ' * (shard.ranks > 1)}{devices.info(device).name} "
         f"(memory={limits.memory:g})",
     )
-    model = NemotronH(config, dtype, device, scheme, act_quant, drafts > 0, shard)
-    weights.place(model, progress)
-    model.prepare()
+    model = _model(weights, config, dtype, device, drafts > 0, shard, progress)
     caches = make_caches(
         *(config, plan, dtype, states, device, limits.shape, kv_dtype, spare, rollback)
     )
@@ -314,6 +317,37 @@ def place(
         *context_notes(limits.max_context, whole),
     )
     return Placed(model, caches, plan, piece, grain, device, dtype, notes)
+
+
+def _bytes_to_come(
+    weights: Weights, own: Mapping[str, Expected], dtype: torch.dtype, device: torch.device
+) -> int:
+    """What weights will take of the memory that is free now."""
+    if weights.model is not None:
+        return 0
+    size = sum(entry.nbytes(dtype.itemsize) for entry in own.values())
+    return size + padding_bytes(own, weights.act_quant, dtype, device)
+
+
+def _model(
+    weights: Weights,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    drafting: bool,
+    shard: Shard,
+    progress: Progress | None,
+) -> NemotronH:
+    """The model with its weights in place; ConfigError where those of another LLM do not suit."""
+    model = weights.model
+    if model is not None:
+        same = (model.dtype, model.device, model.shard) == (dtype, device, shard)
+        require(same and (not drafting or model.mtp is not None), _OTHERS, ConfigError)
+        return model
+    model = NemotronH(config, dtype, device, weights.scheme, weights.act_quant, drafting, shard)
+    weights.place(model, progress)
+    model.prepare()
+    return model
 
 
 def find_grain(

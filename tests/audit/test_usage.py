@@ -31,7 +31,7 @@ from tests.audit.command import invoke
         (["mtp", "-f", "/no/file"], ["/no/file cannot be read", "No such file"]),
         (["mtp", "preset:nano-30b"], ["preset:nano-30b has no weights", "--synthetic"]),
         (["mtp", "--impl", "cuda"], ["--impl cuda", "OP=ref"]),
-        (["mtp", "-p", "0" * 3000], ["3,000", "2,048"]),
+        (["mtp", "-n", "0"], ["--max-tokens", "Invalid value"]),
         (["divergence", "--against", "vllm"], ["--against vllm", "ref or hf"]),
         (["divergence", "--against", "/no/trace.safetensors"], ["trace.safetensors", "no such"]),
         (["divergence", "--tokens", "1"], ["--tokens", "Invalid value"]),
