@@ -120,8 +120,7 @@ def _attend_split(
     large = split_size(length.to(tl.int32), SPLITS, GRAIN)
     for turn in tl.range(0, tl.where(small == large, 1, 2), disable_licm=True):
         size = tl.where(turn == 0, small, large)
-        # a split behind the last key is empty, and looks no page up behind the table's last one
-        begin = tl.minimum(j * size, length).to(tl.int32)
+        begin = tl.minimum(j * size, length).to(tl.int32)  # behind the last key: looks no page up
         end = tl.minimum(begin + size, length).to(tl.int32)
         mine = (split_size(sight, SPLITS, GRAIN) == size) & (begin < sight)
         position = tl.where(mine, sight - 1, -1)
