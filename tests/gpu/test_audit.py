@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from nemotriton.audit import parity
 from nemotriton.audit.divergence import Audit, Culprit
 from nemotriton.audit.walk import TWINS, Walk
+from nemotriton.engine.caches import MambaStates
 from nemotriton.engine.llm import LLM
 from nemotriton.kernels.op import OPS
 from tests.audit.command import invoke_json
@@ -78,3 +80,24 @@ def test_all_ways_agree(rollback: str) -> None:
 def test_drafts_change_no_token_but_for_ties() -> None:
     code, found = invoke_json("mtp", "--device", "cuda", "-n", "48", "--memory", "0.5")
     assert code == 0, found
+
+
+RANDOM = ("mtp", "preset:lightning-30b", "--synthetic", "0", "--layers", "8", "-n", "32")
+
+
+def test_random_weights_at_full_width_pass_and_a_wrong_commit_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neighbours among random logits are near, so that rounding parts texts; a state with one
+    rejected draft in it is told from that."""
+    args = (*RANDOM, "--rollback", "lanes", "--device", "cuda", "--memory", "0.5")
+    code, found = invoke_json(*args)
+    assert code == 0, found
+    honest = MambaStates.commit
+
+    def wrong(self: MambaStates, slots: Tensor, lane: Tensor, *rest: Any) -> None:
+        honest(self, slots, (lane + 1).clamp(max=self.lanes - 1), *rest)
+
+    monkeypatch.setattr(MambaStates, "commit", wrong)
+    code, found = invoke_json(*args)
+    assert (code, found["faults"]) == (1, len(found["prompts"])), found
