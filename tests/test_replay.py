@@ -216,8 +216,8 @@ def test_which_way_to_roll_back() -> None:
     assert find_rollback("auto", CHAIN, cpu) == "lanes", "the twins replay token by token"
     assert find_rollback("auto", deep, cuda) == find_rollback(None, None, cuda) == "lanes"
     assert find_rollback("replay", None, cpu) == "replay"
-    sizes = {n: find_rollback(None, None, cuda, requests=n) for n in (None, 1, 16, 32, 256)}
-    assert [n for n, way in sizes.items() if way == "replay"] == [32, 256]
+    sizes = {n: find_rollback(None, None, cuda, requests=n) for n in (None, 1, 15, 16, 256)}
+    assert [n for n, way in sizes.items() if way == "replay"] == [16, 256]
     assert find_rollback(None, None, cuda, True, 64) == find_rollback(None, None, cpu, False, 64)
     int16 = STATE_FORMATS["int16"]
     assert find_rollback(None, None, cuda, False, 64, int16) == "lanes", "no figure says it pays"

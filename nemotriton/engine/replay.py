@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROLLBACKS = ("auto", "lanes", "replay")
 
 
-MANY = 32  # requests; of 16 the plain update's shorter launch and replay's fewer bytes are even
+MANY = 16  # requests; of fewer the plain update has the shorter launches
 _PAYS = ("float32", "bfloat16", "int8")  # states whose replay without drafts was measured faster
 
 
