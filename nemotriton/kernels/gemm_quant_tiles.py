@@ -38,7 +38,7 @@ def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
 
 
 def _few_fp8(case: Case, tokens: int) -> Tile | None:
-    """A tile of Hopper's own forms for up to 64 tokens, where one was measured to be the best."""
+    """A tile of Hopper's own forms for up to 256 tokens, where one was measured to be the best."""
     if not on_hopper():
         return None
     wide, shares = case.N >= WIDE, cdiv(cdiv(case.N, 16), PROCESSORS)
@@ -48,8 +48,10 @@ def _few_fp8(case: Case, tokens: int) -> Tile | None:
         if shares == 3:
             return DIRECT_FP8[2] if tokens <= 8 else None
         return DIRECT_FP8[1 if tokens <= 8 else 3]
-    if tokens <= 8 or tokens > 64 or (case.Q and tokens > 16) or not (wide or tokens > 16):
+    if tokens <= 8 or (case.Q and tokens > 16) or not (wide or tokens > 16):
         return None
+    if tokens > 64:
+        return _some_fp8(case, tokens) if tokens <= 256 else None
     t, splits = max(16, next_pow2(tokens)), 1
     if wide:
         tile = _WIDE_FP8[{16: 0, 32: 3, 64: 5}[t]]
@@ -58,6 +60,14 @@ def _few_fp8(case: Case, tokens: int) -> Tile | None:
             splits *= 2
         tile = wide_tile(t, 64, 128, 4, 4, splits)
     return tile if case.K % (int(tile["BLOCK_K"]) * int(tile["SPLITS"])) == 0 else None
+
+
+def _some_fp8(case: Case, tokens: int) -> Tile | None:
+    """Blocks of 128 tokens, of which a multiprocessor holds two; K in parts to have as many."""
+    splits, programs = 1, cdiv(case.N, 64) * cdiv(tokens, 128)
+    while programs * splits <= PROCESSORS and case.K % (256 * splits) == 0:
+        splits *= 2
+    return wide_tile(128, 64, 128, 4, 3, splits) if case.K % 128 == 0 else None
 
 
 def fp8_default(case: Case, tokens: int) -> Tile:
@@ -123,6 +133,9 @@ _WIDE_FP8 = (
     wide_tile(64, 64, 128, 4, 4, 4),
     wide_tile(64, 128, 128, 4, 3, 1),
     wide_tile(64, 128, 128, 4, 3, 8),
+    wide_tile(128, 64, 128, 4, 3, 1),
+    wide_tile(128, 64, 128, 4, 3, 2),
+    wide_tile(128, 64, 128, 4, 3, 4),
 )
 
 
