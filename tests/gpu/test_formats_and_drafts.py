@@ -27,16 +27,28 @@ def test_tiny_in_every_format(quant: str, act_quant: bool) -> None:
 
 
 def test_super_in_its_release_formats_at_full_width() -> None:
+    """Token by token as far from fp32 as the twins in bf16 are. Of 512 experts with random weights
+    some lie so close that rounding alone chooses others: a few tokens are off by percents, in the
+    twins as well, so what most tokens and what nearly all of them are off by is compared."""
     found = {}
     for impl, dtype in (("ref", "float32"), ("ref", "bfloat16"), ("triton", "bfloat16")):
         with LLM.synthetic(
             "super-120b", quant="release", layers=8, dtype=dtype, device="cuda",
             max_context=256, max_requests=4, impl=impl,
         ) as llm:  # fmt: skip
-            found[impl, dtype] = llm.logits(PROMPTS)
-    exact, twin = found["ref", "float32"], found["ref", "bfloat16"]
-    for e, t, o in zip(exact, twin, found["triton", "bfloat16"], strict=True):
-        assert float((o - e).norm()) <= 2 * float((t - e).norm()) + 2**-8 * float(e.norm())
+            found[impl, dtype] = torch.cat(llm.logits(PROMPTS))
+    exact = found["ref", "float32"]
+    ours, twin = (
+        (found[impl, "bfloat16"] - exact).norm(dim=1) / exact.norm(dim=1)
+        for impl in ("triton", "ref")
+    )
+    print(
+        "off by, at 50 / 90 / 100 %:",
+        *(x.quantile(torch.tensor([0.5, 0.9, 1.0])) for x in (ours, twin)),
+    )
+    assert ours.quantile(0.5) <= 1.5 * twin.quantile(0.5)
+    assert ours.quantile(0.9) <= 2 * twin.quantile(0.9)
+    assert ours.square().mean() <= 4 * twin.square().mean()
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
