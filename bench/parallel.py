@@ -53,7 +53,7 @@ def ratio(before: list[Row], row: Row) -> str:
     """How much faster than one rank did the same."""
     for other in before:
         alone = other["case"]["tp"] * other["case"]["ep"] == 1
-        alike = all(other[k] == row[k] for k in ("suite", "tokens"))
+        alike = all(other[k] == row[k] for k in ("kernel", "tokens"))
         if alone and alike and other["case"]["drafts"] == row["case"]["drafts"]:
             return f" {other['us'] / row['us']:.2f} x one"
     return ""

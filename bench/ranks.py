@@ -163,7 +163,7 @@ def line(row: Row) -> str:
     """A row of the table under HEAD."""
     case = row["case"]
     what = f"{row['tokens']:,} x {case['context']:,}, {case['drafts']} drafts"
-    if row["suite"] == "prefill":
+    if row["kernel"] == "prompt":
         what = f"prompt of {row['tokens']:,}"
     cells = [
         str(Ranks(case["tp"], case["ep"])),
@@ -220,5 +220,5 @@ def measure(work: Work, facts: Facts, judged: dict[str, float]) -> Iterator[Row]
             yield row | said | decoded(llm, work.setup, load, facts, work.ranks, work.count)
         for tokens in work.tokens:
             own = case | {"context": 0, "piece": work.piece}
-            row = blank("prefill", name, quant, tokens, work.command(), **own)
-            yield row | said | prompted(llm, tokens, work.repeat)
+            row = blank("parallel", name, quant, tokens, work.command(), **own)
+            yield row | {"kernel": "prompt"} | said | prompted(llm, tokens, work.repeat)

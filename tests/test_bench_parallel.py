@@ -14,10 +14,11 @@ from nemotriton.model.config import ModelConfig
 from nemotriton.model.parallel import Shard
 
 
-def row(tp: int, us: float, drafts: int = 0, suite: str = "parallel") -> Row:
+def row(tp: int, us: float, drafts: int = 0) -> Row:
     case = {"tp": tp, "ep": 1, "drafts": drafts, "context": 1024, "model": "m", "quant": "q"}
     numbers = {"us": us, "tokens_per_s": 1e6 / us, "floor_us": us / 2, "roofline_pct": 50}
-    return {"suite": suite, "tokens": 1, "case": case, "sums_us": 9.5, "launches": 700} | numbers
+    named = {"suite": "parallel", "kernel": "step", "tokens": 1, "case": case}
+    return named | {"sums_us": 9.5, "launches": 700} | numbers
 
 
 def test_a_line_and_how_much_faster() -> None:
@@ -27,6 +28,9 @@ def test_a_line_and_how_much_faster() -> None:
     assert parallel.ratio([one], two) == " 1.50 x one"
     assert parallel.ratio([one], row(2, 4000.0, drafts=3)) == ""
     assert parallel.ratio([two], two) == ""
+    prompt = two | {"kernel": "prompt", "tokens": 65536}
+    assert line(prompt).startswith("| tp2 | prompt of 65,536 |")
+    assert parallel.ratio([one | {"tokens": 65536}], prompt) == "", "a step is no prompt"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
