@@ -7,7 +7,8 @@ then not used would pass all comparisons of results, and be an illegal access on
 memory behind the tensor happens not to be mapped.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,17 @@ def _intervals(values: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 _EXTENTS: list[Extents] = []  # of the launches under way, the innermost last
+_REACHED: list[torch.Tensor] = []
+
+
+@contextlib.contextmanager
+def reaching(*tensors: torch.Tensor) -> Iterator[None]:
+    """Inside the block kernels may touch these as well: their addresses lie in a table."""
+    _REACHED.extend(tensors)
+    try:
+        yield
+    finally:
+        del _REACHED[-len(tensors) :]
 
 
 class Executor(stock.GridExecutor):
@@ -79,7 +91,8 @@ class Executor(stock.GridExecutor):
 
     def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
         args, named = super()._init_args_hst(args_dev, kwargs)
-        _EXTENTS.append(Extents([*(stock._unwrap_tensor(a) for a in args), *named.values()]))
+        given = [*(stock._unwrap_tensor(a) for a in args), *named.values()]
+        _EXTENTS.append(Extents([*given, *_REACHED]))
         return args, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
