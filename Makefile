@@ -10,7 +10,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 MODEL ?=
 PROMPT ?= def __init__(self, name, value=None):
-ARGS ?= --max-tokens 64 $(if $(MODEL),,--drafts 2)
+ARGS ?= --max-tokens 64 $(if $(MODEL),,--drafts 2 --seed 1 --repetition-penalty 1.15)
 JOBS ?= 2
 
 VENV := .venv
@@ -31,8 +31,10 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
 .PHONY: generate test lint test-triton36 test-gpu
 .DELETE_ON_ERROR:
 
+# the prompt as it was given: neither make nor the shell reads it
+generate: export TEXT := $(value PROMPT)
 generate: $(READY)
-	$(PY) -m nemotriton.generate $(MODEL) --prompt "$(PROMPT)" $(ARGS)
+	$(PY) -m nemotriton.generate $(MODEL) --prompt "$$TEXT" $(ARGS)
 
 test: lint
 	$(PYTEST) tests -m "not gpu"

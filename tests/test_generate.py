@@ -222,8 +222,8 @@ def test_a_long_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("-p", "a", "-n", "1", "--graphs", *GREEDY)
     assert "start " not in invoke(*args)[2]
     monkeypatch.setattr(loading, "_LONG", 0.0)
-    said = r"start    \d+ s, \d+ of them recording decode steps \(kernels are compiled once"
-    assert re.search(said, invoke(*args)[2])
+    said = r"start    \d+ s, \d+ of them recording decode steps$"  # nothing is compiled on a CPU
+    assert re.search(said, invoke(*args)[2], re.MULTILINE)
 
 
 def test_random_weights_of_a_preset_cut_down() -> None:
@@ -231,7 +231,7 @@ def test_random_weights_of_a_preset_cut_down() -> None:
     code, out, err = invoke(*args, "--synthetic", "7", *GREEDY)
     assert code == 0, err
     assert "nano-30b  bfloat16 · 4 layers" in err
-    assert "text is read and written as bytes" in err
+    assert "text is bytes, other tokens are <number>" in err
     assert invoke("--synthetic", "7", *args, *GREEDY)[1] == out
     assert invoke(*args, "--synthetic", "8", *GREEDY)[1] != out
     assert invoke(*args, *GREEDY, "--synthetic")[1] == invoke(*args, *GREEDY, "--synthetic", "0")[1]

@@ -271,6 +271,8 @@ def test_the_first_signal_drains_and_the_second_stops() -> None:
         assert server.wait(10) == 0
         assert server.stdout is not None
         assert server.stdout.read() == ""
+        assert server.stderr is not None
+        assert "1 answer is under way" in server.stderr.read()
     with process(*sizes) as (server, url):
         body = LONG | {"max_tokens": 1000, "stream": True}
         with httpx.stream("POST", url + "/completions", json=body, timeout=30) as response:

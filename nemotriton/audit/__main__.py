@@ -78,6 +78,9 @@ def memory_command(
     share: Annotated[
         float, typer.Option("--memory", help="Share of the GPU's memory to use.")
     ] = 0.9,
+    prefill_piece: Annotated[
+        int, typer.Option(help="Prompt tokens a step, as in generate.", min=1)
+    ] = 8192,
     state_dtype: o.StateDtype = None,
     kv_dtype: o.KvDtype = None,
     revision: o.Revision = None,
@@ -95,7 +98,10 @@ def memory_command(
 
         where = find_gpu(gpu)
         wanted = memory.Wanted(
-            context, requests, drafts, share, state_dtype=state_dtype, kv_dtype=kv_dtype
+            *(context, requests, drafts, share),
+            state_dtype=state_dtype,
+            kv_dtype=kv_dtype,
+            piece=prefill_piece,
         )
         stored = memory.stored(model, quant, drafts > 0, revision, offline)
         found = memory.what_fits(stored.cut(tp, ep), where, wanted)

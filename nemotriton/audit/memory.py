@@ -29,7 +29,6 @@ from nemotriton.model.parallel import Shard, local_expected
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.release_schemes import release_scheme
 
-_PIECE = 8192  # of a prompt, as the engine takes on a GPU
 _MOST = 4096  # requests that are tried
 _CONTEXTS = (4096, 32768, 131072)
 _HOPPER = 9
@@ -68,6 +67,7 @@ class Wanted:
     dtype: str | None = None
     state_dtype: str | None = None
     kv_dtype: str | None = None
+    piece: int = 8192  # tokens of a prompt a step, as the engine takes on a GPU
 
 
 def stored(model: str, quant: str, drafts: bool, revision: str | None, offline: bool) -> Stored:
@@ -113,7 +113,7 @@ class _Place:
         wishes = Wishes(
             context,
             requests,
-            _PIECE,
+            wanted.piece,
             wanted.drafts,
             dtype.itemsize,
             states.dtype.itemsize,

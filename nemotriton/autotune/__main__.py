@@ -39,7 +39,7 @@ def compile_command(
     ),
     dtype: Annotated[str, typer.Option(help="Of bf16, fp16, fp32; comma-separated.")] = "bf16",
     tiles: Annotated[str, typer.Option(help="'default' or 'all' of the search space.")] = "default",
-    jobs: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a row.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write JSON rows here.")] = None,
 ) -> None:

@@ -11,6 +11,7 @@ from nemotriton.generate.source import Machine, Source
 from nemotriton.text.tokens import ByteTokenizer
 
 _LONG = 10.0  # seconds
+_LARGE = 2**30  # bytes of weights: a second a token or so on a CPU
 
 
 @contextlib.contextmanager
@@ -96,8 +97,11 @@ def _introduce(
     console.memory(plan.available, plan.parts(), room)
     if isinstance(llm.tokenizer, ByteTokenizer) and not embedded:
         where = "" if llm.directory is None else f" in {llm.directory}"
-        console.line("tokens", f"no tokenizer.json{where}: text is read and written as bytes")
-    if llm.device.type == "cpu" and machine.device is None and not embedded:
+        console.line(
+            "tokens", f"no tokenizer.json{where}: text is bytes, other tokens are <number>"
+        )
+    slow = llm.device.type == "cpu" and plan.parts()["weights"] >= _LARGE
+    if slow and machine.device is None:
         console.line("device", "no CUDA device: the PyTorch twins run, expect seconds per token")
     _long_start(llm, seconds, console)
 
@@ -110,4 +114,5 @@ def _long_start(llm: LLM, seconds: float, console: Console) -> None:
     recording = (
         "" if graphs is None else f", {graphs['seconds']:.0f} of them recording decode steps"
     )
-    console.line("start", f"{seconds:.0f} s{recording} (kernels are compiled once on a machine)")
+    once = "" if llm.device.type == "cpu" else " (kernels are compiled once on a machine)"
+    console.line("start", f"{seconds:.0f} s{recording}{once}")

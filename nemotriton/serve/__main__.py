@@ -153,7 +153,11 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
             if place.api_key is None and host not in _LOCAL:
                 console.warn("anyone who reaches this address may use it: give --api-key.")
 
-        server = Server(service, ready)
+        def draining(count: int) -> None:
+            answers = "1 answer is" if count == 1 else f"{count} answers are"
+            console.line("stopping", f"{answers} under way; a second signal ends that")
+
+        server = Server(service, ready, draining)
         service.loop.on_broken = server.end
         try:
             server.run(sockets=[listener])

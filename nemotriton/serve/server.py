@@ -20,19 +20,25 @@ _START = 60.0  # seconds
 class Server(uvicorn.Server):
     """Serves until SIGTERM or SIGINT, then answers what it has accepted; the next one ends that.
 
-    ready: called once requests are taken.
+    ready: called once requests are taken. draining: with the number of answers that are open when
+    it is to end.
     """
 
     should_exit: bool
     force_exit: bool
 
-    def __init__(self, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        ready: Callable[[], None],
+        draining: Callable[[int], None] = lambda _: None,
+    ) -> None:
         # no access log: uvicorn's goes to stdout; warnings go to stderr as Python's logging has it
         config = uvicorn.Config(
             create_app(service), log_config=None, access_log=False, ws="none", server_header=False
         )
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._draining, self._loop = ready, draining, service.loop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -40,6 +46,8 @@ class Server(uvicorn.Server):
             self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._loop.open and not self.force_exit:
+            self._draining(self._loop.open)
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn would leave the engine's thread and whoever waits for it
             await self.lifespan.shutdown()

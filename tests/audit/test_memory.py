@@ -1,5 +1,7 @@
 """What fits: the numbers are the engine's own, and the edge of what fits is where it says."""
 
+import re
+
 import pytest
 import torch
 
@@ -96,3 +98,12 @@ def test_what_one_of_several_gpus_holds() -> None:
         assert next(iter(memory.as_lines(found))) == "super-120b (bf16) on 2 x NVIDIA H200"
     with pytest.raises(ConfigError, match="n_groups"):
         whole.cut(16, 1)
+
+
+def test_the_remedy_that_is_named_can_be_given() -> None:
+    """A smaller piece of prompts is one, and this command takes it."""
+    code, out, _ = invoke("memory", "super-120b", "--gpu", "h100")
+    piece = re.search(r"prefill_piece=(\d+)", out)
+    assert code == 1
+    assert piece
+    assert invoke("memory", "super-120b", "--gpu", "h100", "--prefill-piece", piece[1])[0] == 0
