@@ -64,6 +64,8 @@ def invoke(*args: str, stdin: bytes | None = None) -> tuple[int, str, str]:
         (["--batch", "in.jsonl"], ["--batch needs --out"]),
         (["--out", "out.jsonl"], ["--out needs --batch"]),
         (["--batch", "no.jsonl", "--out", "o"], ["no.jsonl", "cannot be read"]),
+        (["--batch", "no.jsonl", "--out", "no/o"], ["--out no/o", "no folder no; make it"]),
+        (["--file", "no.txt"], ["--file no.txt", "Name a file that can be read"]),
         (["-p", "a", "--temperature", "-1"], ["temperature=-1.0", "0 for greedy"]),
         (["-p", "a", "--top-p", "0"], ["top_p=0.0", "(0, 1]"]),
         (["-p", "a", "--top-k", "-2"], ["top_k=-2", "0 for all"]),

@@ -189,6 +189,8 @@ def gather(
             raise UsageError("--batch brings its own prompts: leave out --prompt and --file.")
         if out.exists() and batch.exists() and out.samefile(batch):
             raise UsageError(f"--out {out} is the batch file itself: give another path.")
+        if not out.parent.is_dir():
+            raise UsageError(f"--out {out}: there is no folder {out.parent}; make it first.")
         try:
             return [], read_batch(batch)
         except RequestError as problem:
@@ -244,7 +246,8 @@ def _file(path: Path, option: str = "--file") -> str:
     try:
         return text_of(path.read_bytes(), str(path))
     except OSError as problem:
-        raise UsageError(f"{option} {path}: {problem.strerror}.") from None
+        what = f"{option} {path}: {problem.strerror}. Name a file that can be read."
+        raise UsageError(what) from None
 
 
 def text_of(data: bytes, name: str) -> str:

@@ -46,6 +46,8 @@ def find_checkpoint(model: str | Path, revision: str | None = None, offline: boo
         return _with_config(path)
     if path.exists():
         raise CheckpointError(f"{path} is a file; give the directory that holds config.json.")
+    if str(model).startswith("preset:"):
+        raise CheckpointError(f"{model} has no files: give a directory, or a hub id owner/name.")
     if not _HUB_ID.fullmatch(str(model)):
         raise CheckpointError(f"no directory {path}. For a hub id use owner/name.")
     return _with_config(_download(str(model), revision, offline))

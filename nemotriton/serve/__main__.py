@@ -78,10 +78,12 @@ class Place:
         for name in ("body_limit", "prompt_limit", "token_limit", "timeout"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not above 0.")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {value} is not above 0: give a number that is."
+                )
         for name in ("queue", "reuse"):
             if not getattr(self, name) >= 0:
-                raise UsageError(f"--{name} {getattr(self, name)} is below 0.")
+                raise UsageError(f"--{name} {getattr(self, name)} is below 0: give 0 or more.")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise UsageError("--api-key is empty or not ASCII: give letters and digits.")
 

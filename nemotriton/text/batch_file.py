@@ -52,7 +52,11 @@ def read_batch(path: Path) -> list[BatchLine]:
     """Every request of a file; RequestError names the line, what is wrong and what would do."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
+    except OSError as problem:
+        raise RequestError(
+            f"{path} cannot be read: {problem.strerror}. Name a file that can."
+        ) from None
+    except UnicodeDecodeError as problem:
         raise RequestError(f"{path} cannot be read: {problem}. Give a UTF-8 file.") from None
     lines: list[BatchLine] = []
     seen: dict[str, int] = {}

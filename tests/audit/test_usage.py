@@ -13,6 +13,7 @@ from tests.audit.command import invoke
         (["chekpoint", "x"], ["chekpoint", "checkpoint"]),
         (["checkpoint"], ["Missing argument"]),
         (["checkpoint", "/no/such/place"], ["no directory /no/such/place", "owner/name"]),
+        (["checkpoint", "preset:tiny"], ["preset:tiny has no files", "owner/name"]),
         (["checkpoint", "owner/name", "--offline"], ["local cache", "--offline"]),
         (["memory", "super-12b"], ["no directory super-12b", "owner/name"]),
         (["memory", "preset:gpt"], ["gpt", "super-120b"]),
