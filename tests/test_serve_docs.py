@@ -1,4 +1,5 @@
-"""The examples of docs/serve.md, as they stand there but for the address and the model's name."""
+"""The examples of docs/serve.md and of the README's section on serving, as they stand there but for
+the address and the model's name."""
 
 import subprocess
 import sys
@@ -7,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.pages import DOCS, fences
+from tests.pages import DOCS, ROOT, fences
 from tests.serving import Running, serving
 
-BLOCKS = [(f.language, f.code) for f in fences(DOCS / "serve.md")]
+README = [f for f in fences(ROOT / "README.md") if f.where == "served"]
+BLOCKS = [(f.language, f.code) for f in [*fences(DOCS / "serve.md"), *README]]
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +23,12 @@ def server() -> Iterator[Running]:
 
 
 def test_there_are_examples() -> None:
-    assert [kind for kind, _ in BLOCKS] == ["bash", "python"]
+    assert [kind for kind, _ in BLOCKS] == ["bash", "python"] * 2
 
 
-@pytest.mark.parametrize("kind, code", BLOCKS, ids=[kind for kind, _ in BLOCKS])
+@pytest.mark.parametrize(
+    "kind, code", BLOCKS, ids=["bash", "python", "bash-readme", "python-readme"]
+)
 def test_examples_run(server: Running, kind: str, code: str) -> None:
     assert "127.0.0.1:8000" in code
     code = code.replace("http://127.0.0.1:8000", server.url).replace("MODEL", "tiny")
