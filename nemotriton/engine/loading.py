@@ -291,8 +291,8 @@ def place(
     spare = int(capture is not None)
     options = len(limits.shape.options) if limits.shape is not None else 1
     graphs = options if isinstance(capture, CudaGraphs) else 0
-    many = (limits.max_requests, states)
-    rollback = find_rollback(limits.rollback, limits.shape, device, limits.invariant, *many)
+    asked = (limits.rollback, limits.shape, device, limits.invariant, limits.max_requests, states)
+    rollback = find_rollback(*asked)
     places = places_for(limits.shape) if rollback == "replay" else 0
     more = (spare, graphs, states.row_bytes(0), places, widened_bytes(own, dtype))
     wishes = Wishes(limits.max_context, limits.max_requests, piece, drafts, *items, *more)

@@ -54,7 +54,7 @@ def _few_fp8(case: Case, tokens: int) -> Tile | None:
         return _some_fp8(case, tokens) if tokens <= 256 else None
     t, splits = max(16, next_pow2(tokens)), 1
     if wide:
-        tile = _WIDE_FP8[{16: 0, 32: 3, 64: 5}[t]]
+        tile = _WIDE_OUTPUTS[t]
     else:
         while cdiv(case.N, 64) * splits <= PROCESSORS and 1024 * splits < case.K:
             splits *= 2
@@ -123,13 +123,16 @@ DIRECT_FP8 = (
     direct_tile(16, 32, 2, 2),
     direct_tile(8, 32, 1, 4, registers=96).but(EARLY=True),
 )
+_WIDE_OUTPUTS = {  # the best of many outputs, by the block of tokens
+    16: wide_tile(16, 64, 256, 4, 3, 1),
+    32: wide_tile(32, 128, 128, 4, 3, 2),
+    64: wide_tile(64, 64, 128, 4, 4, 1),
+}
 _WIDE_FP8 = (
-    wide_tile(16, 64, 256, 4, 3, 1),
+    *_WIDE_OUTPUTS.values(),
     wide_tile(16, 64, 128, 4, 4, 1),
     wide_tile(16, 128, 128, 4, 3, 2),
-    wide_tile(32, 128, 128, 4, 3, 2),
     wide_tile(32, 64, 128, 4, 4, 4),
-    wide_tile(64, 64, 128, 4, 4, 1),
     wide_tile(64, 64, 128, 4, 4, 4),
     wide_tile(64, 128, 128, 4, 3, 1),
     wide_tile(64, 128, 128, 4, 3, 8),

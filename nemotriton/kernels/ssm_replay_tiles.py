@@ -61,7 +61,8 @@ def replay_tiles(case: Case) -> list[Tile]:
         if p <= max(next_pow2(case.P), 16)
     ]
     if case.STATE in ("bf16", "fp32") and case.NEW == 1 and case.P > 16:
-        found.append(found[1].but(maxnreg=128 if case.STATE == "bf16" else 168))
+        tile = _limited(case)
+        found.append(tile.but(maxnreg=128) if case.STATE == "bf16" else tile)
     if not case.TREE and case.P > 16:
         found += [_slices(case), *(_slices(case).but(maxnreg=r) for r in (128, 168, 184))]
     return list(dict.fromkeys(found))

@@ -60,7 +60,7 @@ class Extents:
 
 def _intervals(values: Iterable[Any]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
-    for value in values:
+    for value in map(stock._unwrap_tensor, values):
         if isinstance(value, tuple | list):
             found += _intervals(value)
         elif isinstance(value, TensorDescriptor):
@@ -91,8 +91,7 @@ class Executor(stock.GridExecutor):
 
     def _init_args_hst(self, args_dev: Any, kwargs: Any) -> Any:
         args, named = super()._init_args_hst(args_dev, kwargs)
-        given = [*(stock._unwrap_tensor(a) for a in args), *named.values()]
-        _EXTENTS.append(Extents([*given, *_REACHED]))
+        _EXTENTS.append(Extents([*args, *named.values(), *_REACHED]))
         return args, named
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
