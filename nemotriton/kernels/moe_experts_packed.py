@@ -329,13 +329,18 @@ def _suits(tile: Tile, tokens: int) -> bool:
     return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
 
 
+def _blocks(pairs: int, tokens: int) -> int:
+    """One pair a block at a few tokens: the few experts that they share cost less to read twice
+    than every program's look at all ids, or a launch that writes tables."""
+    return 0 if pairs <= 48 or (tokens <= 8 and pairs <= 192) else 2
+
+
 def _default(case: Case, tokens: int) -> Tile:
     """By pairs while they are few, then by the pairs of a mean expert."""
     pairs, per_expert = tokens * case.K, tokens * case.K / case.E
     down = _TWO if case.F % 128 else _ONE  # masks of a last, half block make one warp spill
     if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
-        blocks = 0 if pairs <= 48 else 1 if tokens <= 8 else 2
-        return _tile(_TWO, down, 3, blocks).but(PDL=True)
+        return _tile(_TWO, down, 3, _blocks(pairs, tokens)).but(PDL=True)
     if pairs <= 384:
         return _tile(_TWO, down)
     if per_expert <= 3:
@@ -369,8 +374,7 @@ def _fixed(case: Case, tokens: int, phase: str) -> Tile:
     if phase == DECODE:
         down = _TWO if case.F % 128 else _ONE
         if pairs <= 384:
-            few = 0 if pairs <= 48 else 1 if tokens <= 8 and pairs <= 192 else 2
-            return _tile(_TWO, down, 3, blocks=few)
+            return _tile(_TWO, down, 3, _blocks(pairs, tokens))
         return _tile(_WIDE, down if per_expert <= 3 else _DEEP, 3)
     fewest = max(7 * case.E, 384) // case.K + 1  # that take wgmma by default
     return _default(case, max(tokens, fewest))
