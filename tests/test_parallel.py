@@ -129,7 +129,10 @@ def test_a_rank_is_a_smaller_model(shard: tuple[int, int]) -> None:
 
 def test_sizes_that_cannot_be_cut_are_refused() -> None:
     nano = ModelConfig.preset("nano-30b")
-    with pytest.raises(ConfigError, match=r"n_groups is 8, which cannot be cut for tp . ep = 16"):
+    with pytest.raises(
+        ConfigError,
+        match=r"n_groups is 8, which cannot be cut for 16 GPUs: use one of tp=1, 2, 4, 8\.",
+    ):
         Shard(0, 16).local(nano)
     wanted = expected(nano, release_scheme(nano, "nvfp4"))
     assert [Shard(rank, 8).own_inner(1856) for rank in (0, 7)] == [(0, 224), (1616, 1856)]
@@ -140,7 +143,7 @@ def test_sizes_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(ConfigError, match="tp=0"):
         Shard(0, 0)
     thirds = {"vocab_size": 66, "num_attention_heads": 6, "num_key_value_heads": 3}
-    with pytest.raises(ConfigError, match=r"n_routed_experts is 8.* ep = 3"):
+    with pytest.raises(ConfigError, match=r"n_routed_experts is 8.* ep=3: use ep=1"):
         Shard(0, 1, 3).local(rank_checks.config_of("E", **thirds))
 
 
@@ -416,5 +419,5 @@ def test_torchrun_answers_once() -> None:
 def test_torchrun_must_have_started_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(ConfigError, match=r"tp \* ep is 2, but torchrun has started 1 processes"):
+    with pytest.raises(ConfigError, match="tp=2 and ep=1 make 2 ranks, but torchrun has started 1"):
         opened(tp=2)

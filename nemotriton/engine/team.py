@@ -139,6 +139,9 @@ class Team:
         if isinstance(problem, RankError):
             self._watch.report(str(problem))
             return None
+        if self.leads and isinstance(problem, NemotritonError):  # others may have met it first
+            self._watch.report(f"rank 0: {problem}")
+            return None
         passive = isinstance(problem, RuntimeError) and not isinstance(
             problem, torch.OutOfMemoryError
         )
@@ -203,7 +206,8 @@ def open_team(tp: int, ep: int, device: str | torch.device | None, work: object)
     world = int(os.environ["WORLD_SIZE"]) if launched else 1
     require(
         not launched or world == ranks,
-        f"tp * ep is {ranks}, but torchrun has started {world} processes: make them equal.",
+        f"tp={tp} and ep={ep} make {ranks} ranks, but torchrun has started {world} processes: make "
+        "them equal.",
         ConfigError,
     )
     if ranks == 1:

@@ -42,6 +42,7 @@ from nemotriton.model.sums import SmallSums
 _ROWS = ("up_proj", "q_proj", "k_proj", "v_proj", "in_proj", "conv1d", "lm_head", "embeddings")
 _COLUMNS = ("down_proj", "o_proj", "out_proj")
 _HEADS = ("A_log", "D", "dt_bias")
+_MOST = 64  # GPUs that are tried for a remedy
 
 Range = tuple[int, int]
 
@@ -73,9 +74,21 @@ class Shard:
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """The smaller model that this rank runs; vocabulary and number of experts stay those of
-        the whole. ConfigError for sizes that cannot be cut."""
-        if self.ranks == 1:
-            return config
+        the whole. ConfigError for sizes that cannot be cut, with what can."""
+        try:
+            return self._local(config) if self.ranks > 1 else config
+        except _Uncut as problem:
+            raise ConfigError(f"{problem}: use {self._others(config)}.") from None
+
+    def _others(self, config: ModelConfig) -> str:
+        """Numbers of GPUs that the model can be cut for, as near to this as there are."""
+        for name, sizes in (("tp", lambda n: (n, self.ep)), ("ep", lambda n: (self.tp, n))):
+            able = [str(n) for n in range(1, _MOST + 1) if _can(config, *sizes(n))]
+            if able:
+                return f"{name}={able[0]}" if len(able) == 1 else f"one of {name}={', '.join(able)}"
+        return "tp=1 and ep=1"
+
+    def _local(self, config: ModelConfig) -> ModelConfig:
         n, m, a = self.ranks, config.mamba, config.attention
         _even(config.vocab, n, "vocab_size")
         if m is not None:
@@ -84,7 +97,7 @@ class Shard:
         if a is not None:
             heads = _even(a.heads, n, "num_attention_heads")
             if n % a.kv_heads and a.kv_heads % n:
-                raise _uncut("num_key_value_heads", a.kv_heads, n)
+                raise _Uncut("num_key_value_heads", a.kv_heads, f"{n} GPUs")
             a = replace(a, heads=heads, kv_heads=max(1, a.kv_heads // n))
         return replace(
             config,
@@ -97,7 +110,7 @@ class Shard:
         )
 
     def _local_moe(self, moe: MoeConfig) -> MoeConfig:
-        _even(moe.experts, self.ep, "n_routed_experts", "ep")
+        _even(moe.experts, self.ep, "n_routed_experts", f"ep={self.ep}")
         return replace(
             moe,
             width=_size(self.own_inner(moe.width)),
@@ -281,7 +294,7 @@ def _share(width: int, parts: int, index: int) -> Range:
     unit = NVFP4_GROUP if width % NVFP4_GROUP == 0 else 1
     units = width // unit
     if width and units < parts:
-        raise _uncut("a width", width, parts)
+        raise _Uncut("a width", width, f"{parts} GPUs")
     return index * units // parts * unit, (index + 1) * units // parts * unit
 
 
@@ -289,14 +302,22 @@ def _size(part: Range) -> int:
     return part[1] - part[0]
 
 
-def _even(count: int, parts: int, name: str, option: str = "tp * ep") -> int:
+def _even(count: int, parts: int, name: str, what: str = "") -> int:
     if count % parts:
-        raise _uncut(name, count, parts, option)
+        raise _Uncut(name, count, what or f"{parts} GPUs")
     return count // parts
 
 
-def _uncut(name: str, count: int, parts: int, option: str = "tp * ep") -> ConfigError:
-    return ConfigError(
-        f"{name} is {count}, which cannot be cut for {option} = {parts}: use a number of GPUs that "
-        "divides it."
-    )
+def _can(config: ModelConfig, tp: int, ep: int) -> bool:
+    try:
+        Shard(0, tp, ep)._local(config)
+    except _Uncut:
+        return False
+    return True
+
+
+class _Uncut(ConfigError):
+    """A size that is no multiple of what it has to be cut in."""
+
+    def __init__(self, name: str, count: int, what: str) -> None:
+        super().__init__(f"{name} is {count}, which cannot be cut for {what}")
