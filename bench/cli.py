@@ -1,6 +1,5 @@
 """What the commands of this folder share: options, the GPU they need, how errors end."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,8 @@ import typer
 from nemotriton.autotune.commands import MODELS, Kernels, Models, configs, parse_tokens
 from nemotriton.autotune.sweep import plan
 from nemotriton.autotune.trial import Point
-from nemotriton.errors import NemotritonError, require
+from nemotriton.commandline import Program
+from nemotriton.errors import require
 
 __all__ = [
     "MODELS",
@@ -33,7 +33,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="JSONL file that rows ar
 
 
 def application(about: str | None) -> typer.Typer:
-    return typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=about)
+    return Program(about)
 
 
 def points(kernels: Sequence[str], model: str, dtype: str, tokens: str) -> dict[Point, str]:
@@ -45,7 +45,10 @@ def points(kernels: Sequence[str], model: str, dtype: str, tokens: str) -> dict[
             counts = [t for t in exact if t <= p.spec.tokens[-1]] if exact else [p.tokens]
             for t in counts:
                 found.setdefault(Point(p.op, p.case, t, p.dtype), name)
-    require(bool(found), f"no kernel has a case for --model {model} --tokens {tokens or 'any'}")
+    require(
+        bool(found),
+        f"no kernel has a case for --model {model} --tokens {tokens or 'any'}: give others.",
+    )
     return found
 
 
@@ -58,13 +61,8 @@ def command(suite: str, point: Point, model: str) -> str:
 
 
 def need_gpu() -> None:
-    require(torch.cuda.is_available(), "no CUDA device: nothing can be measured here")
+    require(torch.cuda.is_available(), "no CUDA device: nothing can be measured here.")
 
 
 def run(app: typer.Typer) -> None:
-    """A command line whose errors are one line on stderr and exit code 2."""
-    try:
-        app()
-    except NemotritonError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    app()

@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
+from nemotriton.commandline import Program, UsageError
 from nemotriton.console import Console, bytes_text
-from nemotriton.generate.__main__ import exit_codes
-from nemotriton.generate.prompts import UsageError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Program()
 
 SCHEMES = ("nvfp4", "fp8", "super-mixed")
 _SCHEME_HELP = (
@@ -19,7 +18,7 @@ _SCHEME_HELP = (
 )
 
 
-@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 def main(
     model: Annotated[
         str, typer.Argument(help="Directory, Hugging Face id, or preset:NAME for random weights.")
@@ -39,13 +38,11 @@ def main(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")] = False,
 ) -> None:
     """Write a copy of a bf16 checkpoint with its matrices in NVFP4 or FP8."""
-    console = Console(quiet)
-    with exit_codes(console):
-        if scheme not in SCHEMES:
-            raise UsageError(f"--scheme {scheme}: give one of {', '.join(SCHEMES)}.")
-        if out.exists():
-            raise UsageError(f"{out} exists: remove it, or give another directory.")
-        write(model, out, scheme, device, revision, offline, console)
+    if scheme not in SCHEMES:
+        raise UsageError(f"--scheme {scheme}: give one of {', '.join(SCHEMES)}.")
+    if out.exists():
+        raise UsageError(f"{out} exists: remove it, or give another directory.")
+    write(model, out, scheme, device, revision, offline, Console(quiet))
 
 
 def write(

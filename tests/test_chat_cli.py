@@ -202,19 +202,22 @@ def test_the_embedded_model_completes_unless_it_is_asked_to_talk() -> None:
         (["-p", "a", "--raw", "--tools", "{tools}"], ["--tools goes into a chat template"]),
         (["--chat", "--raw"], ["--chat goes into a chat template", "--raw"]),
         (["-p", "a", "--no-think", "--think-budget", "3"], ["--think-budget", "--no-think"]),
-        (["-p", "a", "--think-budget", "-1"], ["thinking_token_budget=-1", ">= 0"]),
-        (["-p", "a", "--think-budget", "x"], ["--think-budget", "valid integer"]),
-        (["-p", "a", "--json-schema", "{"], ["json_schema='{'", "JSON schema"]),
-        (["-p", "a", "--json-schema", "[]"], ["json_schema='[]'", "an object"]),
-        (["-p", "a", "--json-schema", '"x"'], ["json_schema=", "an object"]),
+        (["-p", "a", "--think-budget", "-1"], ["--think-budget -1", ">= 0"]),
+        (["-p", "a", "--think-budget", "x"], ["--think-budget x", "whole number"]),
+        (["-p", "a", "--json-schema", "{"], ["--json-schema { is", "JSON schema"]),
+        (["-p", "a", "--json-schema", "[]"], ["--json-schema [] is", "an object"]),
+        (["-p", "a", "--json-schema", '"x"'], ['--json-schema "x" is', "an object"]),
         (["-p", "a", "--json-schema", "no/file"], ["--json-schema no/file", "No such file"]),
         (["-p", "a", "--json-schema", '{"type": "nope"}'], ["is not possible", '"nope"']),
         (["-p", "a", "--json-schema", '{"$ref": "#/x"}'], ["is not possible", "#/x"]),
-        (["-p", "a", "--regex", "("], ["regex='('", "parenthesis is not closed"]),
-        (["-p", "a", "--regex", ""], ["regex=''", "regular expression"]),
+        (["-p", "a", "--regex", "("], ["--regex ( is", "parenthesis is not closed"]),
+        (["-p", "a", "--regex", ""], ["--regex '' is", "regular expression"]),
         (["-p", "a", "--regex", r"(a)\1"], ["Backreference is not supported"]),
-        (["-p", "a", "--regex", "a", "--json-schema", "{}"], ["regex='a'", "json_schema"]),
-        (["-p", "a", "--regex", "a", "--ignore-eos"], ["ignore_eos=True", "leave it out"]),
+        (
+            ["-p", "a", "--regex", "a", "--json-schema", "{}"],
+            ["--regex a", "--json-schema is given too"],
+        ),
+        (["-p", "a", "--regex", "a", "--ignore-eos"], ["--ignore-eos is", "leave it out"]),
         (["-p", "a", "--tools", "no/file"], ["--tools no/file", "No such file"]),
         (["-p", "a", "--tools", "{bad}"], ["--tools", "is not JSON"]),
         (["-p", "a", "--tools", "{empty}"], ["--tools", "no list of functions"]),
@@ -243,15 +246,18 @@ def test_wrong_options(tmp_path: Path, args: list[str], words: list[str]) -> Non
 def test_refused_by_the_model(tmp_path: Path) -> None:
     (tmp_path / "tools").write_text('[{"type": "function"}]')
     code, out, err = invoke("-p", "a", "--tools", str(tmp_path / "tools"))
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "tools[0] is" in err
     code, out, err = invoke("-p", "a", "--raw", "--think-budget", "3")
-    assert (code, out) == (1, "")
-    assert "the prompt opens no thought" in err
+    assert (code, out) == (2, "")
+    assert (
+        "--think-budget 3, but the prompt opens no thought: leave it out, or chat with --think"
+        in err
+    )
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     code, out, err = invoke("-p", "a", "--regex", "a")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "needs xgrammar: pip install 'nemotriton[json]'" in err

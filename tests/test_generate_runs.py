@@ -158,38 +158,38 @@ def test_openai_lines_get_openai_answers(tmp_path: Path) -> None:
         (["/no/such/folder"], ["no directory /no/such/folder", "owner/name"]),
         (["owner/name", "--offline"], ["owner/name", "--offline"]),
         (["preset:ultra-550b", "--synthetic"], ["needs", "GiB", "weights"]),
-        (["--device", "tpu"], ["tpu", "cpu"]),
-        (["--device", "cuda:97"], ["cuda:97", "CUDA devices"]),
+        (["--device", "tpu"], ["--device tpu", "cpu"]),
+        (["--device", "cuda:97"], ["--device cuda:97", "CUDA devices"]),
         (["--impl", "nope=ref"], ["no op is called 'nope'", "rms_norm"]),
-        (["--stop-token", "2048"], ["2048", "0 .. 2047"]),
-        (["--logprobs", "2049"], ["logprobs=2049", "2048 tokens"]),
+        (["--stop-token", "2048"], ["--stop-token has 2048", "0 .. 2047"]),
+        (["--logprobs", "2049"], ["--logprobs 2049", "2048 tokens"]),
     ],
 )
 def test_what_cannot_be_done(args: list[str], words: list[str]) -> None:
     code, out, err = invoke(*args, "-p", "a")
-    assert (code, out) == (1, ""), err
+    assert (code, out) == (2, ""), err
     for word in [*words, "error: "]:
         assert word in err
 
 
 def test_other_architectures_and_empty_folders(tmp_path: Path) -> None:
     code, out, err = invoke(str(tmp_path), "-p", "a")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "config.json" in err
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, out, err = invoke(str(tmp_path), "-p", "a")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "llama" in err
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig.preset("tiny").to_json()))
     code, out, err = invoke(str(tmp_path), "-p", "a")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert "safetensors" in err
 
 
 def test_a_prompt_longer_than_the_context() -> None:
     code, out, err = invoke("-p", "0" * 40, "--max-context", "30")
-    assert (code, out) == (1, "")
-    assert "the prompt is 40 tokens; max_context is 30" in err
+    assert (code, out) == (2, "")
+    assert "the prompt is 40 tokens; --max-context is 30" in err
 
 
 # as a program

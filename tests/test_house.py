@@ -95,7 +95,7 @@ ORDER = [
         ]
     ],
 ]
-DOORS = {"generate", "quantize", "audit", "serve", "console", "tiny"}
+DOORS = {"commandline", "generate", "quantize", "audit", "serve", "console", "tiny"}
 FREE = ("autotune.", "__init__")
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.autotune import offline, sass
-from nemotriton.errors import UnsupportedError
+from nemotriton.commandline import UsageError
 from nemotriton.kernels.op import SPECS, Tile, compile_only, launch
 from nemotriton.model.config import ModelConfig
 
@@ -93,9 +93,9 @@ def test_jobs_cover_every_op_and_bad_names_are_refused() -> None:
     assert {j.op for j in todo} == set(SPECS)
     assert {j.arch for j in todo} == {90, 100}
     assert {j.arch for j in todo if j.op == "run_experts_packed"} == {90}
-    with pytest.raises(UnsupportedError, match="no kernel 'rms'"):
+    with pytest.raises(UsageError, match="no kernel rms"):
         offline.jobs(["rms"], [], [90])
-    with pytest.raises(UnsupportedError, match="unknown architecture 'sm_70'"):
+    with pytest.raises(UsageError, match="no architecture sm_70: did you mean sm_90"):
         offline.parse_arch("sm_70")
     assert offline.parse_arch("sm_100a") == 100
 
@@ -128,4 +128,4 @@ def test_the_command_compiles_and_reports(tmp_path: Path) -> None:
     assert done.stdout.count("_rms_norm") == 2
     refused = subprocess.run([*command[:-2], "--tiles", "some"], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "use 'default' or 'all'" in refused.stderr
+    assert "give default or all" in refused.stderr

@@ -1,7 +1,5 @@
 """The audits' command line: 0 nothing wrong, 1 something found, 2 could not look, 130 stopped."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -10,28 +8,23 @@ import typer
 
 from nemotriton.audit.report import tell
 from nemotriton.audit.texts import DEFAULT_TEXTS, gather, most_tokens
+from nemotriton.commandline import Program, UsageError
 from nemotriton.console import Console
-from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
-from nemotriton.generate.prompts import UsageError
-from nemotriton.generate.source import Machine, Source, implementations
+from nemotriton.generate.source import Machine, Source, implementations, is_embedded
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="Find out what is in a checkpoint, what fits, and which op is wrong.",
-)
+app = Program("Find out what is in a checkpoint, what fits, and which op is wrong.")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")]
-Checkpoint = Annotated[str, typer.Argument(help="Directory or Hugging Face id.")]
+Checkpoint = Annotated[
+    str | None,
+    typer.Argument(
+        help="Directory or Hugging Face id.",
+        show_default="the embedded model, as preset:tiny",
+    ),
+]
 Texts = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A text (repeatable).")]
 TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="A text a line.")]
-
-Synthetic = Annotated[
-    int | None, typer.Option(help="Random weights of this seed.", show_default=False)
-]
 
 
 @app.callback()
@@ -41,7 +34,7 @@ def main() -> None:
 
 @app.command("checkpoint")
 def checkpoint_command(
-    model: Checkpoint,
+    model: Checkpoint = None,
     mtp: Annotated[bool, typer.Option(help="Ask for the MTP block config.json declares.")] = True,
     revision: o.Revision = None,
     offline: o.Offline = False,
@@ -50,22 +43,25 @@ def checkpoint_command(
     """Compare a checkpoint with its configuration, from headers only (an id: no download).
 
     Exits 1 unless every tensor has its place and every place its tensor."""
-    with exit_codes():
-        from nemotriton.audit import checkpoint
-        from nemotriton.audit.headers import open_headers
-        from nemotriton.model.config import ModelConfig
+    from nemotriton.audit import checkpoint
+    from nemotriton.audit.headers import open_headers
+    from nemotriton.engine.loading import EMBEDDED
+    from nemotriton.model.config import ModelConfig
 
-        source = open_headers(model, revision, offline)
-        config = ModelConfig.from_json(source.directory)
-        inventory = checkpoint.take_inventory(source, config, mtp)
-        found = checkpoint.as_object(inventory, source, config)
-        tell(found, checkpoint.as_lines(inventory, found), as_json)
-        _end(inventory.complete)
+    where = str(EMBEDDED) if model is None or is_embedded(model) else model
+    source = open_headers(where, revision, offline)
+    config = ModelConfig.from_json(source.directory)
+    inventory = checkpoint.take_inventory(source, config, mtp)
+    found = checkpoint.as_object(inventory, source, config)
+    tell(found, checkpoint.as_lines(inventory, found), as_json)
+    _end(inventory.complete)
 
 
 @app.command("memory")
 def memory_command(
-    model: Annotated[str, typer.Argument(help="Preset, directory or Hugging Face id.")],
+    model: Annotated[
+        str, typer.Argument(help="Preset (super-120b, ...), directory or Hugging Face id.")
+    ],
     gpu: Annotated[str, typer.Option(help="h100, h200, b200, ..., or memory in GiB.")] = "h200",
     context: Annotated[int | None, typer.Option(help="Tokens of a request.", min=1)] = None,
     requests: Annotated[int | None, typer.Option(help="Requests at a time.", min=1)] = None,
@@ -90,23 +86,22 @@ def memory_command(
     """Say what fits on a GPU, without having one.
 
     Exits 1 where what is asked for does not fit."""
-    with exit_codes():
-        if not 0 < share <= 1:
-            raise UsageError(f"--memory {share:g} is no share: give a number in (0, 1].")
-        from nemotriton.audit import memory
-        from nemotriton.audit.gpus import find_gpu
+    if not 0 < share <= 1:
+        raise UsageError(f"--memory {share:g} is no share: give a number in (0, 1].")
+    from nemotriton.audit import memory
+    from nemotriton.audit.gpus import find_gpu
 
-        where = find_gpu(gpu)
-        wanted = memory.Wanted(
-            *(context, requests, drafts, share),
-            state_dtype=state_dtype,
-            kv_dtype=kv_dtype,
-            piece=prefill_piece,
-        )
-        stored = memory.stored(model, quant, drafts > 0, revision, offline)
-        found = memory.what_fits(stored.cut(tp, ep), where, wanted)
-        tell(found, memory.as_lines(found), as_json)
-        _end(found["fits"])
+    where = find_gpu(gpu)
+    wanted = memory.Wanted(
+        *(context, requests, drafts, share),
+        state_dtype=state_dtype,
+        kv_dtype=kv_dtype,
+        piece=prefill_piece,
+    )
+    stored = memory.stored(model, quant, drafts > 0, revision, offline)
+    found = memory.what_fits(stored.cut(tp, ep), where, wanted)
+    tell(found, memory.as_lines(found), as_json)
+    _end(found["fits"])
 
 
 @app.command("mtp")
@@ -116,7 +111,7 @@ def mtp_command(
     file: TextFile = None,
     drafts: Annotated[int, typer.Option(help="Drafts a step.", min=1)] = 3,
     max_tokens: Annotated[int, typer.Option("-n", "--max-tokens", help="Of each.", min=1)] = 64,
-    synthetic: Synthetic = None,
+    synthetic: o.Synthetic = None,
     layers: o.Layers = None,
     width_scale: o.WidthScale = None,
     quant: o.Quant = None,
@@ -132,34 +127,34 @@ def mtp_command(
     """Show that drafts change no token, and how many are accepted.
 
     Exits 1 where a token differs by more than rounding explains."""
-    with exit_codes() as console:
-        texts = gather(prompt, file) or DEFAULT_TEXTS
-        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
-        context = most_tokens(texts) + max_tokens
-        machine = Machine(
-            *(device, memory, context, len(texts), None, None, implementations(impl)),
-            drafts=drafts,
-            adapt_drafts=False,
-            rollback=rollback,
-        )
-        from nemotriton.audit import mtp
-        from nemotriton.engine.llm import LLM
-        from nemotriton.generate.loading import opened
+    console = Console()
+    texts = gather(prompt, file) or DEFAULT_TEXTS
+    source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+    context = most_tokens(texts) + max_tokens
+    machine = Machine(
+        *(device, memory, context, len(texts), None, None, implementations(impl)),
+        drafts=drafts,
+        adapt_drafts=False,
+        rollback=rollback,
+    )
+    from nemotriton.audit import mtp
+    from nemotriton.engine.llm import LLM
+    from nemotriton.generate.loading import opened
 
-        with opened(source, machine, console) as llm:
-            drafted, weights = mtp.draft(llm, texts, max_tokens), llm.weights
-        with LLM(
-            weights,
-            dtype=llm.dtype,
-            device=llm.device,
-            max_context=context,
-            max_requests=len(texts),
-            impl=machine.impl,
-            memory=memory,
-        ) as plain:
-            found = mtp.compare(plain, drafted, max_tokens)
-        tell(found, mtp.as_lines(found, synthetic is not None), as_json)
-        _end(not found["faults"])
+    with opened(source, machine, console) as llm:
+        drafted, weights = mtp.draft(llm, texts, max_tokens), llm.weights
+    with LLM(
+        weights,
+        dtype=llm.dtype,
+        device=llm.device,
+        max_context=context,
+        max_requests=len(texts),
+        impl=machine.impl,
+        memory=memory,
+    ) as plain:
+        found = mtp.compare(plain, drafted, max_tokens)
+    tell(found, mtp.as_lines(found, synthetic is not None), as_json)
+    _end(not found["faults"])
 
 
 @app.command("divergence")
@@ -176,7 +171,7 @@ def divergence_command(
     file: TextFile = None,
     tokens: Annotated[int, typer.Option(help="How many of the text to use.", min=2)] = 64,
     decoded: Annotated[int, typer.Option(help="Of them, last, one a step.", min=0)] = 8,
-    synthetic: Synthetic = None,
+    synthetic: o.Synthetic = None,
     layers: o.Layers = None,
     width_scale: o.WidthScale = None,
     quant: o.Quant = None,
@@ -192,35 +187,33 @@ def divergence_command(
     """Find the first layer that diverges from a reference, and in it the op.
 
     Exits 1 where there is one."""
-    with exit_codes() as console:
-        texts = gather(prompt, file) or DEFAULT_TEXTS
-        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
-        forced = implementations(impl)
-        machine = Machine(
-            *(device, memory, tokens, 1, None, None, forced), graphs=False, rollback=rollback
-        )
-        file_given = against.endswith(".safetensors")
-        if against not in ("ref", "hf") and not file_given:
-            raise UsageError(
-                f"--against {against}: give ref or hf, or a trace's .safetensors file."
-            )
-        if file_given and not Path(against).is_file():
-            raise UsageError(f"--against {against}: no such file.")
-        if decoded >= tokens:
-            raise UsageError(f"--decoded {decoded} leaves no prompt of --tokens {tokens}.")
-        from nemotriton.audit import between, divergence
-        from nemotriton.generate.loading import opened
+    console = Console()
+    texts = gather(prompt, file) or DEFAULT_TEXTS
+    source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+    forced = implementations(impl)
+    machine = Machine(
+        *(device, memory, tokens, 1, None, None, forced), graphs=False, rollback=rollback
+    )
+    file_given = against.endswith(".safetensors")
+    if against not in ("ref", "hf") and not file_given:
+        raise UsageError(f"--against {against}: give ref or hf, or a trace's .safetensors file.")
+    if file_given and not Path(against).is_file():
+        raise UsageError(f"--against {against}: no such file.")
+    if decoded >= tokens:
+        raise UsageError(f"--decoded {decoded} leaves no prompt of --tokens {tokens}.")
+    from nemotriton.audit import between, divergence
+    from nemotriton.generate.loading import opened
 
-        source = replace(source, dtype=between.find_dtype(dtype))
-        with opened(source, machine, console) as llm:
-            random, text = synthetic is not None, "\n".join(texts)
-            with console.counting(llm.config.layer_count + 1, "layers") as counted:
-                layers_found, culprit, count = between.diverge(
-                    llm, text, against, forced, tokens, decoded, random, lambda _: counted()
-                )
-        found = divergence.as_object(layers_found, culprit, count)
-        tell(found, divergence.as_lines(layers_found, culprit), as_json)
-        _end(culprit is None)
+    source = replace(source, dtype=between.find_dtype(dtype))
+    with opened(source, machine, console) as llm:
+        random, text = synthetic is not None, "\n".join(texts)
+        with console.counting(llm.config.layer_count + 1, "layers") as counted:
+            layers_found, culprit, count = between.diverge(
+                llm, text, against, forced, tokens, decoded, random, lambda _: counted()
+            )
+    found = divergence.as_object(layers_found, culprit, count)
+    tell(found, divergence.as_lines(layers_found, culprit), as_json)
+    _end(culprit is None)
 
 
 @app.command("parity")
@@ -234,7 +227,7 @@ def parity_command(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Most of a sequence.", min=2)] = 256,
     drafts: Annotated[int, typer.Option(help="Of a verify pass.", min=1)] = 3,
-    synthetic: Synthetic = None,
+    synthetic: o.Synthetic = None,
     layers: o.Layers = None,
     width_scale: o.WidthScale = None,
     quant: o.Quant = None,
@@ -250,27 +243,27 @@ def parity_command(
     """Compare the logprobs of prefill, decode, drafts and graphs on the same texts.
 
     Exits 1 where a way or a sequence is beyond what rounding explains."""
-    with exit_codes() as console:
-        texts = gather(None, text) or DEFAULT_TEXTS
-        source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
-        forced = implementations(impl)
-        graphs = None if "ref" in forced.values() else True
-        machine = Machine(*(device, memory, tokens, 1, None, None, forced), graphs=graphs)
-        if trace is not None and (trace.exists() or not trace.parent.is_dir()):
-            what = "exists" if trace.exists() else "is in no directory"
-            raise UsageError(f"--trace {trace} {what}: give another path.")
-        from nemotriton.audit import parity, traces
-        from nemotriton.generate.loading import opened
+    console = Console()
+    texts = gather(None, text) or DEFAULT_TEXTS
+    source = Source(model, synthetic, layers, width_scale, dtype, revision, offline, quant)
+    forced = implementations(impl)
+    graphs = None if "ref" in forced.values() else True
+    machine = Machine(*(device, memory, tokens, 1, None, None, forced), graphs=graphs)
+    if trace is not None and (trace.exists() or not trace.parent.is_dir()):
+        what = "exists" if trace.exists() else "is in no directory"
+        raise UsageError(f"--trace {trace} {what}: give another path.")
+    from nemotriton.audit import parity, traces
+    from nemotriton.generate.loading import opened
 
-        with opened(source, machine, console) as llm:
-            sequences = [llm.tokenizer.encode(line)[:tokens] for line in texts]
-            ways = parity.Ways(llm, forced, drafts, rollback)
-            with console.counting(len(sequences) * len(ways.all()), "parity") as counted:
-                found = parity.compare(ways, sequences, counted)
-            if trace is not None:
-                traces.write(trace, traces.record(ways, sequences), llm.config.name, llm.dtype)
-        tell(found, parity.as_lines(found), as_json)
-        _end(not found["wrong"] and not found["wrong_ways"])
+    with opened(source, machine, console) as llm:
+        sequences = [llm.tokenizer.encode(line)[:tokens] for line in texts]
+        ways = parity.Ways(llm, forced, drafts, rollback)
+        with console.counting(len(sequences) * len(ways.all()), "parity") as counted:
+            found = parity.compare(ways, sequences, counted)
+        if trace is not None:
+            traces.write(trace, traces.record(ways, sequences), llm.config.name, llm.dtype)
+    tell(found, parity.as_lines(found), as_json)
+    _end(not found["wrong"] and not found["wrong_ways"])
 
 
 @app.command("env")
@@ -285,20 +278,6 @@ def env_command(as_json: Json = False) -> None:
 def _end(fine: bool) -> None:
     if not fine:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def exit_codes() -> Iterator[Console]:
-    """Every error on purpose becomes one line and exit code 2: 1 is for what an audit found."""
-    console = Console()
-    try:
-        yield console
-    except NemotritonError as problem:
-        console.error(str(problem))
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        console.error("interrupted")
-        raise typer.Exit(130) from None
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from nemotriton.audit import hf, traces
 from nemotriton.audit.compare import ROUNDINGS
 from nemotriton.audit.divergence import Audit, Culprit, Layer
 from nemotriton.audit.walk import TWINS, Walk
+from nemotriton.commandline import UsageError
 from nemotriton.engine.llm import LLM
-from nemotriton.generate.prompts import UsageError
 from nemotriton.kernels.op import INTERPRET
 
 HF_ROUNDINGS = 2 * ROUNDINGS  # transformers rounds elsewhere, and as often

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nemotriton.generate.prompts import UsageError
+from nemotriton.commandline import UsageError
 
 _ROUND = 8  # tokens, of which one is usual
 

@@ -15,14 +15,9 @@ import typer
 
 from nemotriton.autotune import commands
 from nemotriton.autotune.seed import seed_command
-from nemotriton.errors import NemotritonError
+from nemotriton.commandline import Program, UsageError
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Compile and tune the Triton kernels.",
-)
+app = Program("Compile and tune the Triton kernels.")
 
 
 @app.callback()
@@ -47,9 +42,9 @@ def compile_command(
 
     Exits 1 when one fails, passes a limit, has the wgmma hazard, or when a default tile spills."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        _stop("unset TRITON_INTERPRET: the interpreter does not compile")
+        raise UsageError("TRITON_INTERPRET is 1, and the interpreter does not compile: unset it.")
     if tiles not in ("default", "all"):
-        _stop(f"--tiles {tiles!r}: use 'default' or 'all'")
+        raise UsageError(f"--tiles {tiles}: give default or all.")
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="nemotriton-compile-"))
     from nemotriton.autotune import offline
     from nemotriton.model.config import ModelConfig
@@ -103,11 +98,6 @@ def _as_text(row: Any) -> str:
     return f"{head} {body}  {dict(job.tile)}{tail}"
 
 
-def _stop(message: str) -> None:
-    print(message, file=sys.stderr)
-    raise typer.Exit(2)
-
-
 app.command("list")(commands.list_command)
 app.command("sweep")(commands.sweep_command)
 app.command("show")(commands.show_command)
@@ -117,13 +107,9 @@ app.command("seed")(seed_command)
 
 
 def run() -> None:
-    """The command line; an error that a user can mend is one line on stderr, exit code 2."""
+    """The command line, with what the package logs."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    try:
-        app()
-    except NemotritonError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    app(prog_name="python -m nemotriton.autotune")
 
 
 if __name__ == "__main__":

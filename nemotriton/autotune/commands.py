@@ -83,7 +83,9 @@ def sweep_command(
     seconds = parse_budget(budget)
     points = plan(kernel or [], configs(model), dtype.split(","), parse_tokens(tokens), top)
     require(
-        bool(points), f"no kernel has a case for --model {model} --dtype {dtype} --tokens {tokens}"
+        bool(points),
+        f"no kernel has a case for --model {model} --dtype {dtype} --tokens {tokens or 'any'}: "
+        "give others.",
     )
     if dry_run:
         for p in points:
@@ -121,7 +123,7 @@ def show_command(
     """The best tiles: time, gain over the default, and share of what the GPU can do."""
     from nemotriton.autotune import review
 
-    require(form in ("md", "json"), f"--format {form!r}: use 'md' or 'json'")
+    require(form in ("md", "json"), f"--format {form}: give md or json.")
     where = folder or cache.root()
     found: list[Row] = []
     for file in review.files(where, kernel or [], _gpu(gpu, review.gpus(where))):
@@ -238,7 +240,7 @@ def parse_budget(text: str) -> float:
     if not text:
         return float("inf")
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
-    require(found is not None, f"--budget {text!r}: write it like 90s, 10m or 2h")
+    require(found is not None, f"--budget {text}: write it like 90s, 10m or 2h.")
     assert found is not None
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
@@ -247,7 +249,7 @@ def parse_tokens(text: str) -> list[int]:
     """The positive numbers of `1,64,8192`."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     good = all(part.isdecimal() and int(part) > 0 for part in parts)
-    require(good, f"--tokens {text!r}: write positive numbers, such as 1,64,8192")
+    require(good, f"--tokens {text}: write positive numbers, such as 1,64,8192.")
     return [int(part) for part in parts]
 
 
@@ -256,7 +258,7 @@ def _gpu(named: str | None, known: Sequence[str]) -> str:
     if named is not None:
         require(
             named == re.sub(r"[^a-z0-9_]", "", named),
-            f"--gpu {named!r}: write the folder's name; there are: {', '.join(known) or 'none'}",
+            f"--gpu {named}: write the folder's name; there are: {', '.join(known) or 'none'}.",
         )
         return named
     from nemotriton import device
@@ -265,7 +267,7 @@ def _gpu(named: str | None, known: Sequence[str]) -> str:
     if here.capability != (0, 0):
         return here.slug
     choice = ", ".join(known) or "none yet"
-    require(len(known) == 1, f"no CUDA device here: name a --gpu; there are: {choice}")
+    require(len(known) == 1, f"no CUDA device here: name a --gpu; there are: {choice}.")
     return known[0]
 
 
@@ -275,5 +277,5 @@ def _need_gpu() -> None:
     require(
         torch.cuda.is_available(),
         "no CUDA device: tiles are measured on the GPU they are for. Without one, `compile` and "
-        "`check` work, and `sweep --dry-run` says what would be measured",
+        "`check` work, and `sweep --dry-run` says what would be measured.",
     )

@@ -19,7 +19,8 @@ import torch
 import nemotriton.kernels  # noqa: F401  (registers the specs)
 from nemotriton.autotune.parity import generator
 from nemotriton.autotune.sass import Resources, resources
-from nemotriton.errors import UnsupportedError, require
+from nemotriton.commandline import need_known
+from nemotriton.errors import UnsupportedError
 from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile, compile_only, targeting, use_tile
 from nemotriton.model.config import ModelConfig
 
@@ -54,10 +55,10 @@ class Row:
 
 
 def parse_arch(text: str) -> int:
-    """`sm_90`, `sm_100a` or `90` -> 90; UnsupportedError names what is known."""
+    """`sm_90`, `sm_100a` or `90` -> 90; UsageError names what is known."""
     digits = text.lower().removeprefix("sm_").rstrip("af")
-    known = ", ".join(f"sm_{a}" for a in ARCHES)
-    require(digits.isdigit() and int(digits) in ARCHES, f"unknown architecture {text!r}: {known}")
+    if not digits.isdigit() or int(digits) not in ARCHES:
+        need_known("architecture", text, [f"sm_{arch}" for arch in ARCHES])
     return int(digits)
 
 
@@ -73,7 +74,7 @@ def jobs(
     A kernel that has none of `dtypes` is compiled in its first, and one that is written for some
     architectures only for those."""
     for name in kernels:
-        require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
+        need_known("kernel", name, sorted(SPECS))
     seen: dict[tuple[str, Case, str, Tile, int], Job] = {}
     configs = list(configs)
     for name in kernels or sorted(SPECS):

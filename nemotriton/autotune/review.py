@@ -12,6 +12,7 @@ from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.store import GAIN, Data
 from nemotriton.autotune.sweep import plan
 from nemotriton.autotune.trial import Point, Runner
+from nemotriton.commandline import need_known
 from nemotriton.errors import NemotritonError, require
 from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile
 from nemotriton.model.config import ModelConfig
@@ -29,9 +30,9 @@ def gpus(folder: Path) -> list[str]:
 def files(folder: Path, kernels: Sequence[str] = (), gpu: str | None = None) -> list[Path]:
     """The tuned files of a folder, of these kernels and this GPU if named."""
     for name in kernels:
-        require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
-    known = ", ".join(gpus(folder)) or "none"
-    require(gpu is None or gpu in gpus(folder), f"no GPU {gpu!r} in {folder}; there are: {known}")
+        need_known("kernel", name, sorted(SPECS))
+    if gpu is not None:
+        need_known("GPU folder", gpu, gpus(folder))
     found = (p for g in ([gpu] if gpu else gpus(folder)) for p in sorted((folder / g).glob("*")))
     return [p for p in found if p.name[0] != "." and (not kernels or p.stem in kernels)]
 

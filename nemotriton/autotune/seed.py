@@ -23,7 +23,7 @@ import typer
 
 from nemotriton.autotune import cache
 from nemotriton.autotune.commands import MODELS, Kernels, Models, configs
-from nemotriton.errors import require
+from nemotriton.commandline import need_known
 
 Data = dict[str, Any]
 Key = tuple[str, Any, str, Any]
@@ -60,7 +60,7 @@ def seed_command(
     """Write first files for Blackwell from what compiles: nothing is measured."""
     where = folder or cache.root()
     for slug in gpu.split(","):
-        require(slug in GPUS, f"no GPU {slug!r} can be seeded; there are: {', '.join(GPUS)}")
+        need_known("GPU to seed", slug, list(GPUS))
         file = where / f"sm_{GPUS[slug].arch}.jsonl"
         known = read(file)
         if learn is not None:

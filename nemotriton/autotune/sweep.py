@@ -21,7 +21,7 @@ from nemotriton.autotune.ahead import Ahead, Compiler
 from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.store import Trials
 from nemotriton.autotune.trial import Facts, Point, Runner, Trial
-from nemotriton.errors import require
+from nemotriton.commandline import need_known
 from nemotriton.kernels.op import DTYPES, SPECS, Case, KernelSpec, Tile
 from nemotriton.model.config import ModelConfig
 
@@ -86,7 +86,7 @@ def plan(
     only the `top` largest cases; 0 means all. A kernel that has none of `dtypes` is measured in its
     first."""
     for name in kernels:
-        require(name in SPECS, f"no kernel {name!r}; there are: {', '.join(sorted(SPECS))}")
+        need_known("kernel", name, sorted(SPECS))
     configs = list(configs)
     points: dict[Point, None] = {}
     for name in kernels or sorted(SPECS):

@@ -31,7 +31,7 @@ class DraftShape:
         for draft, parent in enumerate(self.parents, 1):
             require(
                 0 <= parent < draft,
-                f"tree {text}: draft {draft} follows {parent}, which does not stand before it: "
+                f"tree={text!r}: draft {draft} follows {parent}, which does not stand before it: "
                 f"{remedy}",
                 ConfigError,
             )
@@ -39,7 +39,7 @@ class DraftShape:
         for draft, (before, level) in enumerate(pairwise(levels), 2):
             require(
                 before <= level,
-                f"tree {text}: draft {draft} is on level {level} behind one of level {before}: "
+                f"tree={text!r}: draft {draft} is on level {level} behind one of level {before}: "
                 f"{remedy}",
                 ConfigError,
             )
@@ -63,7 +63,7 @@ class DraftShape:
         shape = cls.parse(tree)
         require(
             drafts in (0, len(shape)),
-            f"drafts={drafts}, but tree={tree!r} has {len(shape)}: leave drafts out.",
+            f"drafts={drafts}, but tree={tree!r} has {len(shape)}: leave out drafts={drafts}.",
             ConfigError,
         )
         return shape
@@ -74,7 +74,7 @@ class DraftShape:
         try:
             parents = tuple(int(part) for part in text.split(","))
         except ValueError:
-            raise ConfigError(f"tree {text!r}: give numbers with commas, as in 0,0,1.") from None
+            raise ConfigError(f"tree={text!r}: give numbers with commas, as in 0,0,1.") from None
         return cls(parents)
 
     def __len__(self) -> int:

@@ -332,7 +332,7 @@ class Engine:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise CapacityError(
                     f"out of device memory in a step of {step.tokens} tokens: lower prefill_piece, "
-                    f"max_requests or memory. ({problem})"
+                    f"max_requests or the share of memory. ({problem})"
                 ) from problem
             raise
         if self.lead is not None:

@@ -161,7 +161,9 @@ def find_capture(
     twins = "ref" in forced
     if device.type != "cuda":
         return Direct(device) if wanted else None
-    require(not (wanted and twins), "CUDA graphs need kernels: leave out impl='ref', or graphs.")
+    require(
+        not (wanted and twins), "CUDA graphs need kernels: leave out impl='ref', or graphs=True."
+    )
     if twins:
         return None
     return Direct(device) if wanted is False else CudaGraphs(device, needed)

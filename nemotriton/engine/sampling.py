@@ -124,7 +124,7 @@ class SamplingParams:
                 _refuse("regex", self.regex, "json_schema is given too, use one of them")
             for name in ("ignore_eos", "min_tokens"):
                 if getattr(self, name):
-                    remedy = "with json_schema or regex the text ends where that says, leave it out"
+                    remedy = "a JSON schema or regex says where the text ends, leave it out"
                     _refuse(name, getattr(self, name), remedy)
 
     @property

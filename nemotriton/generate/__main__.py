@@ -1,40 +1,23 @@
-"""The command: options in, exit code out (0 done, 1 could not, 2 wrong usage, 130 interrupted)."""
+"""The command: options in, exit code out (see `commandline`)."""
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
+from nemotriton.commandline import Program
 from nemotriton.console import Console
-from nemotriton.errors import NemotritonError
 from nemotriton.generate import options as o
-from nemotriton.generate.prompts import UsageError, work_of
+from nemotriton.generate.prompts import work_of
 from nemotriton.generate.reply import View
 from nemotriton.generate.run import run
 from nemotriton.generate.shared import with_model
 from nemotriton.generate.source import machine_of, source_of
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Program()
 
 
-class Command(TyperCommand):
-    """A command whose --synthetic may stand without its number."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], ""]
-        spelled = [
-            "--synthetic=0" if arg == "--synthetic" and not after.isdecimal() else arg
-            for arg, after in zip(args, following)
-        ]
-        return super().parse_args(ctx, spelled)
-
-
-@app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 @with_model
 def main(
     ctx: typer.Context,
@@ -73,8 +56,7 @@ def main(
     version: o.Version = False,
 ) -> None:
     """Answer prompts with a Nemotron-H model."""
-    with exit_codes(console := Console(quiet)):
-        answer(ctx.params, View(console, json, stats, show_thinking))
+    answer(ctx.params, View(Console(quiet), json, stats, show_thinking))
 
 
 def answer(given: dict[str, Any], view: View) -> None:
@@ -89,25 +71,6 @@ def answer(given: dict[str, Any], view: View) -> None:
         code = converse(llm, work, view) if work.interactive else run(llm, work, view)
     if code:
         raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def exit_codes(console: Console) -> Iterator[None]:
-    """Every error on purpose becomes one line and an exit code."""
-    try:
-        yield
-    except UsageError as problem:
-        console.error(str(problem))
-        raise typer.Exit(2) from None
-    except NemotritonError as problem:
-        console.error(str(problem))
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.error("interrupted")
-        raise typer.Exit(130) from None
-    except BrokenPipeError:  # whoever read stdout has gone: nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from nemotriton.commandline import UsageError
 from nemotriton.errors import RequestError
-from nemotriton.generate.prompts import UsageError, Work, text_of
+from nemotriton.generate.prompts import Work, text_of
 from nemotriton.generate.reply import BAD_ENDS, View, Writer, say_end, seeded
 from nemotriton.text.template import Message
 

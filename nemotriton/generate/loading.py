@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
+from nemotriton.commandline import as_typed
 from nemotriton.console import Console
 from nemotriton.engine.llm import LLM
 from nemotriton.engine.loading import EMBEDDED
@@ -88,7 +89,7 @@ def _introduce(
     if source.synthetic is not None:
         console.line("weights", "random: what this model says is noise")
     for note in llm.notes:
-        console.line("weights", note)
+        console.line("weights", as_typed(note))
     if llm.invariant:
         console.line("bits", "the same whatever runs beside a request")
     plan = llm.plan

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemotriton.commandline import UsageError
 from nemotriton.engine.sampling import SamplingParams
-from nemotriton.errors import NemotritonError, RequestError
+from nemotriton.errors import RequestError
 from nemotriton.generate.options import DEFAULTS
 from nemotriton.text.batch_file import BatchLine, read_batch
 from nemotriton.text.chat import ChatPrompt, chat_prompt
@@ -21,10 +22,6 @@ _PARAMS = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs"),
     *("prompt_logprobs", "regex"),
 )
-
-
-class UsageError(NemotritonError):
-    """The command line, or a file it names, asks for something that makes no sense: exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,7 @@ class Work:
             raise UsageError(
                 f"--raw, but line {talk} of the batch is a conversation: leave it out."
             )
-        try:
-            self._check({})
-        except RequestError as problem:
-            raise UsageError(str(problem)) from None
+        self._check({})
         for line in self.lines:
             try:
                 self._check(line.params)

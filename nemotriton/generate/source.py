@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from nemotriton.commandline import UsageError
 from nemotriton.engine.draft_shape import DraftShape
-from nemotriton.errors import ConfigError
-from nemotriton.generate.prompts import UsageError
 from nemotriton.model.formats import ActQuant
 from nemotriton.model.layer_config import STATE_DTYPES
 from nemotriton.model.presets import PRESETS
@@ -109,10 +108,7 @@ class Machine:
         _one_of("--rollback", self.rollback, _ROLLBACKS)
         if self.act_quant and self.act_quant_fp8:
             raise UsageError("--act-quant does what --act-quant-fp8 does, and more: give one.")
-        try:
-            DraftShape.wanted(self.drafts, self.tree)
-        except ConfigError as problem:
-            raise UsageError(f"--drafts or --tree: {problem}") from None
+        DraftShape.wanted(self.drafts, self.tree)
 
     @property
     def quantised_activations(self) -> ActQuant:

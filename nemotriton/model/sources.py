@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import json
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemotriton.errors import CheckpointError
+from nemotriton.model.presets import PRESETS
 from nemotriton.model.shards import Shard, TensorInfo, read_header
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -49,7 +51,9 @@ def find_checkpoint(model: str | Path, revision: str | None = None, offline: boo
     if str(model).startswith("preset:"):
         raise CheckpointError(f"{model} has no files: give a directory, or a hub id owner/name.")
     if not _HUB_ID.fullmatch(str(model)):
-        raise CheckpointError(f"no directory {path}. For a hub id use owner/name.")
+        near = difflib.get_close_matches(str(model), PRESETS, 1)
+        hint = f" Did you mean preset:{near[0]}, a configuration without files?" if near else ""
+        raise CheckpointError(f"no directory {path}.{hint} For a hub id use owner/name.")
     return _with_config(_download(str(model), revision, offline))
 
 

@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from nemotriton.commandline import Program, UsageError
 from nemotriton.console import Console
 from nemotriton.errors import UnsupportedError
 from nemotriton.generate import options as o
-from nemotriton.generate.__main__ import Command, exit_codes
-from nemotriton.generate.prompts import UsageError
 from nemotriton.generate.shared import with_model
 from nemotriton.generate.source import Machine, Source, machine_of, source_of
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Program()
 _MIB = 2**20
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -100,7 +99,7 @@ class Place:
         return found
 
 
-@app.command(cls=Command, context_settings={"help_option_names": ["-h", "--help"]})
+@app.command()
 @with_model
 def main(
     ctx: typer.Context,
@@ -119,9 +118,8 @@ def main(
     version: o.Version = False,
 ) -> None:
     """Serve a Nemotron-H model to OpenAI clients. SIGTERM or Ctrl-C drains, a second one stops."""
-    with exit_codes(console := Console(quiet)):
-        place = Place(**{field: ctx.params[field] for field in Place.__dataclass_fields__})
-        serve(place, source_of(ctx.params), machine_of(ctx.params), console)
+    place = Place(**{field: ctx.params[field] for field in Place.__dataclass_fields__})
+    serve(place, source_of(ctx.params), machine_of(ctx.params), Console(quiet))
 
 
 def serve(place: Place, source: Source, machine: Machine, console: Console) -> None:

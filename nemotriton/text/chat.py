@@ -50,7 +50,7 @@ def chat_prompt(
     if template is not None and all(isinstance(m, Mapping) and "role" in m for m in messages):
         require(
             not described or "tools" in template,
-            "tools, but the chat template of this model does not know any: leave them out.",
+            "the call has tools, but the chat template of this model knows none: leave them out.",
             RequestError,
         )
         messages, args = switch_thinking(template, messages, args, think)
