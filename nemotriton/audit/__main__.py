@@ -268,7 +268,7 @@ def parity_command(
 
 @app.command("env")
 def env_command(as_json: Json = False) -> None:
-    """Print versions, GPU, driver and tuned kernels; works where nothing else does."""
+    """Print versions, GPU, driver and tiles by GPU; works where nothing else does."""
     from nemotriton.audit import environment
 
     found = environment.describe()

@@ -1,11 +1,13 @@
-"""What a bug report needs: versions, GPU, driver, tuned kernels. Nothing here raises."""
+"""What a bug report needs: versions, GPU, driver, tiles. Nothing here raises."""
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from nemotriton.audit.report import table
@@ -34,7 +36,7 @@ def describe() -> dict[str, Any]:
         "driver": lambda: _provenance().driver_version() or "none",
         "gpus": _gpus,
         "torch_cuda": _torch_cuda,
-        "tuned_kernels": _tuned,
+        "tiles": _tiles,
         "variables": lambda: {k: os.environ[k] for k in _VARIABLES if k in os.environ},
     }
     return {name: _tried(probe) for name, probe in probes.items()}
@@ -84,14 +86,33 @@ def _torch_cuda() -> str:
     return f"CUDA {torch.version.cuda}: {', '.join(names)}"
 
 
-def _tuned() -> dict[str, list[str]]:
-    """Kernels with tuned tiles, by the folder of their GPU."""
+def _tiles() -> dict[str, dict[str, int]]:
+    """By the folder of a GPU: kernels with a file, and how many of their tiles were measured there,
+    published for it, or no more than compiled."""
     cache: Any = import_module("nemotriton.autotune.cache")
     root = cache.root()
     if not root.is_dir():
         return {}
-    folders = sorted(path for path in root.iterdir() if path.is_dir())
-    return {f.name: sorted(p.stem for p in f.glob("*.json")) for f in folders}
+    return {f.name: _counted(f) for f in sorted(p for p in root.iterdir() if p.is_dir())}
+
+
+def _counted(folder: Path) -> dict[str, int]:
+    files = sorted(folder.glob("*.json"))
+    counts = {"kernels": len(files), "measured": 0, "published": 0, "compiled": 0}
+    for file in files:
+        try:
+            entries = json.loads(file.read_text())["entries"]
+            found = [bucket["status"] for entry in entries for bucket in entry["tokens"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            found = ["unreadable"]
+        for status in found:
+            counts[status] = counts.get(status, 0) + 1
+    return counts
+
+
+def _counts_text(counts: dict[str, int]) -> str:
+    tiles = [f"{count} {status}" for status, count in counts.items() if status != "kernels"]
+    return f"{', '.join(tiles)}; of {counts['kernels']} kernels"
 
 
 def as_lines(found: dict[str, Any]) -> Iterable[str]:
@@ -100,10 +121,7 @@ def as_lines(found: dict[str, Any]) -> Iterable[str]:
     for name, value in found.items():
         label = name.replace("_", " ")
         if isinstance(value, dict) and value:
-            shown = (
-                (k, f"{len(v)}: {', '.join(v)}" if isinstance(v, list) else v)
-                for k, v in value.items()
-            )
+            shown = ((k, _counts_text(v) if isinstance(v, dict) else v) for k, v in value.items())
             rows += [(f"{label}: {key}", text) for key, text in shown]
         elif isinstance(value, list | dict):
             rows.append((label, "; ".join(value) or "none"))

@@ -6,7 +6,8 @@ Its modules are hooked, not changed, but for one thing: its chunked scan clamps 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,30 @@ def trace(directory: Path, ids: Sequence[int], dtype: torch.dtype, device: str) 
     """One pass a layer, then the head's; the model is loaded, run once and dropped.
 
     UnsupportedError where this transformers cannot load the checkpoint."""
-    model = _load(directory, dtype, device)
-    tape = _Tape(model)
-    try:
-        out = model(torch.tensor([list(ids)], device=device), use_cache=False)
-    finally:
-        tape.close()
+    with _silent():
+        model = _load(directory, dtype, device)
+        tape = _Tape(model)
+        try:
+            out = model(torch.tensor([list(ids)], device=device), use_cache=False)
+        finally:
+            tape.close()
     return tape.passes(out.logits[0].float())
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' progress bars and its notes on packages that would make it faster."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _load(directory: Path, dtype: torch.dtype, device: str) -> Any:

@@ -416,8 +416,10 @@ def test_the_command_compares_with_transformers(
     monkeypatch.setattr(
         OPS["causal_conv1d"], "ref", lambda x, weight, *rest: honest(x, weight.roll(1, 1), *rest)
     )
-    code, out, _ = invoke(*args)
+    code, out, err = invoke(*args)
     assert code == 1
+    assert "transformers" not in err.replace(str(checkpoint), "")
+    assert "Loading weights" not in err
     assert "layer 0 (mamba) is the first beyond its bound, at: mixer" in out
     assert "op: none; the twins are as far off" in out
 

@@ -152,8 +152,16 @@ def test_the_environment_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert invoke("env")[0] == 0
 
 
-def test_tuned_kernels_by_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "nvidia_h200").mkdir()
-    (tmp_path / "nvidia_h200" / "matmul.json").write_text(json.dumps({}))
+def test_tiles_by_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia_h200"
+    folder.mkdir()
+    for name, statuses in (("matmul", ["measured", "compiled"]), ("rms_norm", ["compiled"])):
+        entries = [{"tokens": [{"status": status}]} for status in statuses]
+        (folder / f"{name}.json").write_text(json.dumps({"entries": entries}))
+    (folder / "broken.json").write_text("{}")
     monkeypatch.setenv("NEMOTRITON_TUNE_CACHE", str(tmp_path))
-    assert invoke_json("env")[1]["tuned_kernels"] == {"nvidia_h200": ["matmul"]}
+    found = invoke_json("env")[1]["tiles"]
+    counts = {"kernels": 3, "measured": 1, "published": 0, "compiled": 2, "unreadable": 1}
+    assert found == {"nvidia_h200": counts}
+    out = invoke("env")[1]
+    assert "1 measured, 0 published, 2 compiled, 1 unreadable; of 3 kernels" in out
