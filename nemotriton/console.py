@@ -48,22 +48,22 @@ class Console:
 
     def __init__(self, quiet: bool = False) -> None:
         self._out = RichConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
-        self._quiet = quiet
+        self.quiet = quiet
 
     def line(self, label: str, text: str) -> None:
         """`label    text`, one of the lines above the answer."""
-        if not self._quiet:
+        if not self.quiet:
             self._out.print(f"{label:<8} {text}")
 
     def say(self, text: str) -> None:
         """A remark, such as the report under an answer."""
-        if not self._quiet:
+        if not self.quiet:
             self._out.print(text, style="dim")
 
     @property
     def is_terminal(self) -> bool:
         """True where somebody looks at stderr and wants more than warnings."""
-        return self._out.is_terminal and not self._quiet
+        return self._out.is_terminal and not self.quiet
 
     def thought(self, text: str) -> None:
         """A piece of what the model thinks, as it comes."""
@@ -83,7 +83,7 @@ class Console:
         """Bars while a model comes up, on a terminal; elsewhere now and then a line."""
         text = TextColumn("{task.fields[text]}")
         columns = [TextColumn("{task.description}"), BarColumn(), text, TimeElapsedColumn()]
-        hidden = self._quiet or not self._out.is_terminal
+        hidden = self.quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
             yield Loading(bars, self._now_and_then())
 
@@ -93,7 +93,7 @@ class Console:
         to call after each."""
         done = TextColumn("{task.completed}/{task.total}")
         columns = [TextColumn(what), BarColumn(), done, TimeElapsedColumn()]
-        hidden = self._quiet or not self._out.is_terminal
+        hidden = self.quiet or not self._out.is_terminal
         with Progress(*columns, console=self._out, disable=hidden, transient=True) as bars:
             task, tell = bars.add_task(what, total=total), self._now_and_then()
             numbers = itertools.count(1)
@@ -138,6 +138,13 @@ def bytes_text(size: int) -> str:
     unit, factor = next((u for u in _UNITS if size >= u[1]), _UNITS[-1])
     value = size / factor
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def by_position(shares: Sequence[float]) -> str:
+    """Acceptance of the first, second, ... draft of a step: `1st 90 %, 2nd 25 %`."""
+    ends = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd", 31: "st", 32: "nd"}
+    named = ((f"{i}{ends.get(i, 'th')}", share) for i, share in enumerate(shares, 1))
+    return ", ".join(f"{name} {100 * share:.0f} %" for name, share in named)
 
 
 def printable(text: str) -> str:

@@ -42,7 +42,8 @@ def test_the_answer_is_on_stdout_and_the_thought_on_stderr() -> None:
     (off,) = records(*args[:-2], "--no-think")
     assert (off["thinking"], len(off["text"])) == ("", 3)
     both = invoke(*args, "-p", "hi", "--show-thinking")
-    assert both[1] == f"{record['text']}\n" * 2
+    text = record["text"]
+    assert both[1] == f"==> 1 of 2: hi <==\n{text}\n\n==> 2 of 2: hi <==\n{text}\n"
     code, out, err = invoke("-p", "hi", "--think", "-n", "3", "--seed", "1", "--show-thinking")
     assert (code, out) == (0, "\n")
     assert "stopped at --max-tokens 3; it was still thinking: raise it, or give --think-b" in err

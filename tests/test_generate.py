@@ -75,7 +75,7 @@ def test_streamed_whole_and_json_are_one_text(tiny: LLM) -> None:
     streamed = invoke(*args)[1]
     one = records(*args)[0]
     both = records(*args, "-p", "another")
-    plain = invoke(*args, "-p", "another")[1]
+    plain = invoke(*args, "-p", "another", "-q")[1]
     assert one["text"].removesuffix("\n") + "\n" == streamed
     assert both[0] == one
     assert plain == one["text"] + "\n" + both[1]["text"] + "\n"
@@ -94,12 +94,12 @@ def test_drafts_change_the_report_and_not_the_answer() -> None:
     assert code == 0
     assert out == plain
     found = re.search(
-        r"--- drafts (\d+) of (\d+) accepted · [\d ]+ % by position · [\d.]+ tok", err
+        r"--- drafts accepted: (\d+) of (\d+) \(1st \d+ %, 2nd \d+ %\) · [\d.]+ tokens a step", err
     )
     assert found is not None
     accepted, verified = map(int, found.groups())
     assert accepted + verified // 2 >= 37
-    for part in ("draft ", "verify ", "commit "):
+    for part in ("time: drafting ", "checking ", "keeping "):
         assert part in err
     assert ("none of" in err) == (accepted == 0), "a block that is never right is warned of"
     (record,) = records(*args, "--tree", "0,0,1", "--no-adapt-drafts")
@@ -134,6 +134,17 @@ def test_without_a_seed_answers_differ_and_can_be_had_again() -> None:
     assert invoke(*args)[1] != first
     twice = records(*args, "-p", "a")
     assert twice[0]["token_ids"] != twice[1]["token_ids"]
+
+
+def test_answers_to_several_prompts_are_told_apart() -> None:
+    args = (*GREEDY, "-n", "4")
+    alone = [invoke("-p", prompt, *args)[1] for prompt in ("def f(", "x" * 80)]
+    heads = ["==> 1 of 2: def f( <==\n", f"==> 2 of 2: {'x' * 57}... <==\n"]
+    code, out, _ = invoke("-p", "def f(", "-p", "x" * 80, *args, "--dtype", "float32")
+    assert code == 0
+    parts = [head + answer for head, answer in zip(heads, alone, strict=True)]
+    assert out == "\n".join(parts)
+    assert invoke("-p", "def f(", "-p", "x" * 80, *args, "-q")[1] == "".join(alone)
 
 
 def test_quiet_and_no_stats() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemotriton.audit.compare import rounding
 from nemotriton.audit.report import table
+from nemotriton.console import by_position
 from nemotriton.engine.llm import LLM
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import UnsupportedError, require
@@ -154,8 +155,8 @@ def as_lines(found: dict[str, Any], random: bool = False) -> Iterable[str]:
         yield f"rounding alone moves a gap by up to {found['rounding']:.2e}"
     yield f"drafts: {found['accepted']} of {found['verified']} accepted"
     if found["acceptance"]:
-        shares = " ".join(f"{100 * share:.0f}" for share in found["acceptance"])
-        yield f"accepted by position: {shares} %, {found['tokens_per_pass']:.2f} tokens a pass"
+        shares = by_position(found["acceptance"])
+        yield f"of a step's: {shares}; {found['tokens_per_pass']:.2f} tokens a step"
     if found["verified"] >= _MANY and not found["accepted"]:
         yield "none was accepted: " + (
             "random weights foresee nothing"

@@ -39,7 +39,8 @@ Model = Annotated[
 
 _INPUT = "Input (a prompt, a file, a batch, or text piped in)"
 Prompt = Annotated[
-    list[str] | None, _option(_INPUT, "--prompt", "-p", help="May be repeated; - reads stdin.")
+    list[str] | None,
+    _option(_INPUT, "--prompt", "-p", help="May be repeated (-q: no heads); - reads stdin."),
 ]
 File = Annotated[
     list[Path] | None,

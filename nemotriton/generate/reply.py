@@ -15,6 +15,7 @@ from nemotriton.text.reply import ToolCall
 if TYPE_CHECKING:
     from nemotriton.engine.llm import LLM, CompletionOutput, Delta
 
+_HEAD = 60  # characters of a prompt
 BAD_ENDS = {"error": "the model's logits are not finite", "abort": "it was cancelled"}
 
 
@@ -31,6 +32,14 @@ class View:
     def shows_thinking(self) -> bool:
         """True where thoughts are written to stderr."""
         return self.console.is_terminal if self.thinking is None else self.thinking
+
+    def head(self, number: int, count: int, prompt: str) -> None:
+        """Tell the answers to several prompts apart, on stdout as `tail` does; not when quiet."""
+        if not self.console.quiet:
+            said = printable(" ".join(prompt.split()))
+            short = said if len(said) <= _HEAD else f"{said[: _HEAD - 3]}..."
+            gap = "\n" if number > 1 else ""
+            print(f"{gap}==> {number} of {count}: {short} <==", flush=True)
 
 
 class Writer:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemotriton.console import bytes_text
+from nemotriton.console import by_position, bytes_text
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import RequestError
 from nemotriton.generate.prompts import Work
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from nemotriton.engine.llm import LLM, RequestOutput
 
 Prompt = list[int] | ChatPrompt
+_PARTS = {"draft": "drafting", "verify": "checking", "commit": "keeping"}
 _SUSPICIOUS = 50  # drafts; of a working block at least every second is accepted
 
 
@@ -61,7 +62,8 @@ def _stream(llm: "LLM", prompt: Prompt, params: SamplingParams, view: View) -> i
 def _many(
     llm: "LLM", prompts: list[Prompt], texts: list[str], params: list[SamplingParams], view: View
 ) -> int:
-    """All answers, in the order of the prompts, when all are there."""
+    """All answers, in the order of the prompts, when all are there; each of several behind a line
+    that has its prompt."""
     with view.console.counting(len(prompts)) as count:
         outputs = llm.generate(prompts, params, on_finish=lambda _: count())
     stats = llm.stats()["drafts"]
@@ -74,6 +76,8 @@ def _many(
             found = {"prompt": text} | answer(output) | drafts
             print(json.dumps(found, ensure_ascii=False), flush=True)
         else:
+            if len(outputs) > 1:
+                view.head(i, len(outputs), text)
             writer = Writer(view)
             writer.write(completion.text, completion.thinking or "", completion.tool_calls)
             writer.close()
@@ -161,17 +165,17 @@ def _report_drafts(llm: "LLM", view: View) -> None:
     drafts = llm.stats()["drafts"]
     if drafts is None:
         return
-    parts = [f"drafts {drafts['accepted']} of {drafts['verified']} accepted"]
+    parts = [f"drafts accepted: {drafts['accepted']} of {drafts['verified']}"]
     if drafts["acceptance"]:
-        shares = " ".join(f"{100 * share:.0f}" for share in drafts["acceptance"])
-        parts.append(f"{shares} % by position")
-        parts.append(f"{drafts['tokens_per_pass']:.2f} tokens a pass")
+        parts[0] += f" ({by_position(drafts['acceptance'])})"
+        parts.append(f"{drafts['tokens_per_pass']:.2f} tokens a step")
     total = sum(drafts["seconds"].values())
     if total:
-        split = (f"{part} {100 * s / total:.0f} %" for part, s in drafts["seconds"].items())
-        parts.append(", ".join(split))
+        split = (f"{_PARTS[part]} {100 * s / total:.0f} %" for part, s in drafts["seconds"].items())
+        parts.append(f"time: {', '.join(split)}")
     if drafts["current"] != drafts["most"]:
-        parts.append(f"now {drafts['current']} a step")
+        now = f"{drafts['current']} a step now" if drafts["current"] else "none now: it did not pay"
+        parts.append(f"drafting {now}")
     view.console.say(f"--- {' · '.join(parts)}")
     if drafts["verified"] >= _SUSPICIOUS and not drafts["accepted"]:
         view.console.warn(
