@@ -243,8 +243,17 @@ def test_what_is_no_json_request(server: Running) -> None:
     url = server.url + "/v1/completions"
     plain = httpx.post(url, content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
     assert plain.status_code == 400, "a page of another origin can send this without asking"
-    assert httpx.get(url).status_code == 405
-    assert httpx.get(server.url + "/nothing").json()["error"]["message"] == "Not Found"
+    wrong = httpx.get(url)
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    error = {"type": "invalid_request_error", "param": None}
+    message = "/v1/completions does not take GET: use POST."
+    told = error | {"message": message, "code": "method_not_allowed"}
+    assert wrong.json() == {"error": told}
+    wrong = httpx.post(server.url + "/v1/completion", json={})
+    told = wrong.json()["error"]
+    assert (wrong.status_code, told["code"]) == (404, "not_found")
+    assert told["message"].startswith("there is no POST /v1/completion here. Did you mean /v1/comp")
+    assert "There are POST /v1/chat/completions, POST /v1/completions, GET " in told["message"]
 
     def pieces() -> Iterator[bytes]:
         for _ in range(200):

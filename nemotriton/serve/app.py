@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from nemotriton import __version__
 from nemotriton.errors import NemotritonError, RequestError
 from nemotriton.serve.exchange import Exchange
-from nemotriton.serve.failures import Failure, malformed, refusal
+from nemotriton.serve.failures import Failure, lost, malformed, refusal
 from nemotriton.serve.gate import Gate
 from nemotriton.serve.loop import EngineLoop, Job
 from nemotriton.serve.metrics import Metrics
@@ -205,6 +206,12 @@ def _others(app: FastAPI, service: Service) -> None:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def ways(app: FastAPI) -> dict[str, str]:
+    """The method of every endpoint, by its path."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    return {route.path.replace(":path", ""): "/".join(sorted(route.methods)) for route in routes}
+
+
 def _failures(app: FastAPI) -> None:
     def told(failure: Failure) -> Response:
         return _json(failure.status, failure.body(), failure.headers)
@@ -218,8 +225,10 @@ def _failures(app: FastAPI) -> None:
         return told(malformed(problem.errors()))
 
     @app.exception_handler(HTTPException)
-    async def refused(_: Request, problem: HTTPException) -> Response:
+    async def refused(request: Request, problem: HTTPException) -> Response:
         failure = Failure(problem.status_code, str(problem.detail))
+        if problem.status_code in (404, 405):
+            failure = lost(problem.status_code, request.method, request.url.path, ways(app))
         return _json(failure.status, failure.body(), dict(problem.headers or {}))
 
     @app.exception_handler(Exception)

@@ -1,11 +1,13 @@
 """What a client is told when a request does not succeed: OpenAI's error object and its status."""
 
+import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemotriton.errors import NemotritonError
 
+_LONG = 100  # characters of a path in a message
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
@@ -55,6 +57,18 @@ def refusal(problem: NemotritonError) -> Failure:
     message = str(problem)
     code = "context_length_exceeded" if "max_context" in message else None
     return Failure(400, message, code)
+
+
+def lost(status: int, method: str, path: str, ways: Mapping[str, str]) -> Failure:
+    """A path that there is not, or not with this method; ways: the method of each path."""
+    if status == 405 and path in ways:
+        message = f"{path} does not take {method}: use {ways[path]}."
+        return Failure(405, message, "method_not_allowed")
+    near = difflib.get_close_matches(path, ways, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    known = ", ".join(f"{ways[known]} {known}" for known in ways)
+    message = f"there is no {method} {path[:_LONG]} here.{hint} There are {known}."
+    return Failure(status, message, "not_found")
 
 
 def malformed(errors: Sequence[Mapping[str, Any]]) -> Failure:
