@@ -106,7 +106,7 @@ def test_a_group_is_worth_its_two_best() -> None:
 
 def test_no_tokens_and_no_bias() -> None:
     r = route_experts_ref(torch.empty(0, 5), None, 2)
-    assert [tuple(x.shape) for x in r] == [(0, 2), (0, 2), (0,), (6,)]
+    assert [tuple(x.shape) for x in r[:4]] == [(0, 2), (0, 2), (0,), (6,)]
     assert r.offsets.tolist() == [0] * 6
 
 

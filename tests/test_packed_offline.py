@@ -9,6 +9,7 @@ import torch
 from nemotriton.autotune import sass
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
+from nemotriton.kernels.moe_few import SHARE_EXPERT
 from nemotriton.kernels.op import Case, Tile, compile_only, use_tile
 from nemotriton.model.config import ModelConfig
 
@@ -43,3 +44,18 @@ def test_instructions_a_weight(tile: Tile, limit: float) -> None:
         weights = int(tile[f"{side}_N"]) * int(tile[f"{side}_K"])
         threads = 32 * int(tile[f"{side}_WARPS"])
         assert len(body) * threads / weights <= limit
+
+
+def test_blocks_of_pairs_cost_the_stream_beside_the_router_no_room() -> None:
+    """One token's launch has no blocks; as many programs fit beside each other with them."""
+    case = SHARE_EXPERT.cases(ModelConfig.preset("super-120b"))[0]
+    found = []
+    for T in (1, 8):
+        args = SHARE_EXPERT.make(case, T, torch.device("meta"), torch.bfloat16, generator(0, CPU))
+        with compile_only(90) as done:
+            SHARE_EXPERT.op.triton(**args)
+        found.append((sass.resources(done[0].kernel), done[0].kernel.metadata.shared))
+    (plain, shared), (blocks, more) = found
+    assert more == shared
+    assert blocks.spills == 0
+    assert blocks.registers <= plain.registers + 8

@@ -5,16 +5,17 @@ no sequences) as a call of their own; outputs and what was written in place are 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from nemotriton.autotune.parity import copy, named
 from nemotriton.kernels.moe_fixed import routing_row
+from nemotriton.kernels.moe_route import Routing
 from nemotriton.kernels.op import Args, KernelSpec
 
 BY_SEQUENCE = ("slots", "lengths", "pages", "counts", "order", "fresh")
 BY_ROW = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-OF_ROUTING = ("out0", "out1")  # ids and weights; the sorted pairs are all tokens' together
 
 
 def alone(spec: KernelSpec, args: Args, index: int) -> tuple[Args, slice] | None:
@@ -57,10 +58,20 @@ def alone(spec: KernelSpec, args: Args, index: int) -> tuple[Args, slice] | None
     return one, rows
 
 
+def _outputs(spec: KernelSpec, args: Args) -> dict[str, torch.Tensor]:
+    """What a call returned and wrote in place, but for what is all tokens' together."""
+    return named(_of_rows(spec.op.triton(**args)), args, spec)
+
+
+def _of_rows(result: Any) -> Any:
+    if isinstance(result, Routing):  # the rest is of sorted pairs, or of blocks
+        return result.ids, result.weights
+    return tuple(map(_of_rows, result)) if isinstance(result, tuple) else result
+
+
 def differing(spec: KernelSpec, args: Args, most: int = 6) -> Iterator[str]:
     """What of up to `most` sequences (or rows), spread over the call, is not the same alone."""
-    mine = copy(args)
-    whole = named(spec.op.triton(**mine), mine, spec)
+    whole = _outputs(spec, copy(args))
     count = args["cu"].shape[0] - 1 if "cu" in args else args[spec.per_token[0]].shape[0]
     chosen = sorted({i * (count - 1) // max(most - 1, 1) for i in range(most)} if count else ())
     for index in chosen:
@@ -68,10 +79,7 @@ def differing(spec: KernelSpec, args: Args, most: int = 6) -> Iterator[str]:
         if found is None:
             continue
         one, rows = found
-        single = named(spec.op.triton(**one), one, spec)
-        for name, got in single.items():
-            if spec.op.name == "route_experts" and name not in OF_ROUTING:
-                continue
+        for name, got in _outputs(spec, one).items():
             want = whole[name]
             if name in spec.mutates:
                 at = int(args["slots"][index])

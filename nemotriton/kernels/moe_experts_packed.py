@@ -12,7 +12,8 @@ both products:
 
     BLOCKS    0: a block is one pair; 1: the pairs of one expert, found among the ids, one a token:
               up to UP_M tokens; 2: up to UP_M (DOWN_M) pairs of one expert, by tables that a launch
-              of their own writes out of the sorted pairs, which the others do without
+              of their own writes out of the sorted pairs, which the others do without. Where the
+              routing has tables of its own and they fit, they are taken whatever the tile says
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
     PDL       dependent launches
@@ -119,7 +120,7 @@ def run_experts_packed(
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
-    plan = _Plan(tile, x, width)
+    plan = _Plan(tile, x, width, routing.block_pairs)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     kept = x.dtype if tile["NARROW"] else torch.float32
     parts = pair_rows(routing, plan.split, L, dtype=kept)
@@ -171,11 +172,15 @@ def _combine(parts: torch.Tensor, y: torch.Tensor, count: int, plan: "_Plan") ->
 class _Plan:
     """The sizes that follow from a tile: widths, tiles of rows, steps, and launch options."""
 
-    def __init__(self, tile: Tile, x: torch.Tensor, F: int) -> None:
+    def __init__(self, tile: Tile, x: torch.Tensor, F: int, given: torch.Tensor | None) -> None:
         (T, L), self.tile = x.shape, tile
         one_block = min(int(tile["UP_M"]), int(tile["DOWN_M"])) >= T
         self.blocks = 2 if tile["BLOCKS"] == 1 and not one_block else int(tile["BLOCKS"])
         self.mma = int(tile["UP_WARPS"]) < 4
+        # the routing's own tables are taken, and x as it is
+        height = given is not None and given.shape[1]
+        self.given = self.mma and tile["UP_M"] == tile["DOWN_M"] == height
+        self.blocks = 2 if self.given else self.blocks
         whole = F % TILE == 0 and L % TILE == 0 and x.dtype == torch.bfloat16
         self.ahead = bool(tile["ASYNC"]) and whole and target(x.device) // 10 == 9
         self.pdl = bool(tile["PDL"]) and dependent(x)
@@ -209,6 +214,11 @@ def _tables(
 ) -> tuple[_Table, _Table, torch.Tensor, int]:
     """Tables of both products, x as the first one reads it, and how many columns that has."""
     (T, L), K = x.shape, routing.ids.shape[1]
+    if plan.given:
+        assert routing.block_pairs is not None
+        assert routing.block_experts is not None
+        table = _Table(routing.block_pairs, routing.block_experts, T * K)
+        return table, table, x, L
     if plan.blocks < 2:
         table = _Table(routing.ids, routing.ids, T * K)
         return table, table, x, L
@@ -264,6 +274,11 @@ def _check(
     require(
         routing.offsets.shape in ((0,), (E + 1,)),
         f"the routing is over {routing.offsets.shape[0] - 1} experts, the weights have {E}",
+    )
+    blocks, pairs = routing.block_experts, routing.block_pairs
+    require(
+        pairs is None or (blocks is not None and len(pairs) == len(blocks) == routing.ids.numel()),
+        f"a routing of {routing.ids.numel()} pairs has as many blocks, or none",
     )
     for scale in (up_global, down_global):
         check_scale(scale, "the experts' scales", (E,))

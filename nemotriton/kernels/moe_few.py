@@ -3,11 +3,13 @@
     enter_moe     logits = gate x                    [T, E]     fp32, for the router
                   narrow = latent x                  [T, L]     for the routed experts, if they are
                   hidden = relu(up_scale * up x)^2   [T, F]     of the shared expert
-    share_expert  routing = route_experts(logits), not sorted
+    share_expert  routing = route_experts(logits), not sorted, but with blocks of pairs
                   shared = down_scale * (down hidden)            [T, D]
 
 Alone each is too short for the memory to reach its rate, and the router reads next to nothing while
-it takes microseconds: here it runs beside the shared expert's second product. Numbers are those of
+it takes microseconds: here it runs beside the shared expert's second product. So does what spares
+the experts a second look at the ids: of the programs that route a token each, the last to be
+through writes which pairs have one expert (`Routing`'s blocks). Numbers are those of
 `matmul`, `fp8_matmul` and `route_experts`: fp32 sums, rounded once to x's dtype. A program takes
 BLOCK_N rows of one matrix, each of its warps a slice of every step's columns, as in `gemm_stream`;
 the gate's fp32 rows, four times as long as fp8 ones, are shared by SPLITS programs, whose sums the
@@ -134,11 +136,30 @@ def share_expert_ref(
     hidden: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor]:
     """Twin of `share_expert`."""
     groups = (router_groups, top_groups, normalize, scale)
     routing = route_experts_ref(logits, bias, top_k, *groups, sort=False)
+    if _has_blocks(hidden.shape[0], arrivals):
+        routing = find_blocks_ref(routing)
     return routing, _scaled_ref(hidden, down, down_scale, "none")
+
+
+def find_blocks_ref(routing: Routing) -> Routing:
+    """The routing of up to FEWEST tokens with the blocks of every expert's pairs."""
+    T, K = routing.ids.shape
+    expert, p = routing.ids.flatten(), torch.arange(T * K, device=routing.ids.device)
+    same = routing.ids == expert[:, None, None]
+    found = torch.where(same, p.view(T, K), -1).amax(-1)  # [pairs, tokens]
+    first = torch.where(found < 0, T * K, found).amin(-1)
+    pairs = torch.nn.functional.pad(found, (0, FEWEST - T), value=-1)
+    experts = torch.where(first < p, -1, expert)
+    return routing._replace(block_experts=experts.int(), block_pairs=pairs.int())
+
+
+def _has_blocks(tokens: int, arrivals: torch.Tensor | None) -> bool:
+    return arrivals is not None and 2 <= tokens <= FEWEST  # one token's pairs share no expert
 
 
 @op(ref=share_expert_ref)
@@ -153,18 +174,21 @@ def share_expert(
     hidden: torch.Tensor,
     down: torch.Tensor,
     down_scale: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor]:
     """The router of a few tokens beside the shared expert's second product.
 
     logits [parts, T, E] and the rest as in `route_experts`; hidden [T, F], down [D, F] and its
-    scale as in the module's docstring. Returns the routing, not sorted, and the expert's y [T, D].
-    """
+    scale as in the module's docstring. arrivals int32 [1]: zero, and zero again afterwards; calls
+    that run at the same time must not share it. With it the routing of 2 to FEWEST tokens has the
+    blocks of every expert's pairs. Returns the routing, not sorted, and the expert's y [T, D]."""
     T, F = _check_x(hidden)
     parts, rows, E = logits.shape
     require(rows == T, f"{T} tokens, but router logits of {rows}")
     _check_weight("down", down, F)
     if down_scale is not None:
         check_scale(down_scale, "down_scale")
+    _check_arrivals(arrivals)
     D = down.shape[0]
     groups = {"G": router_groups, "TG": top_groups}
     tile = SHARE_EXPERT.tile(T, hidden, E=E, K=top_k, **groups, F=F, D=D, S=down.element_size())
@@ -173,17 +197,34 @@ def share_expert(
     weights = torch.empty((T, top_k), dtype=torch.float32, device=hidden.device)
     y = torch.empty((T, D), dtype=hidden.dtype, device=hidden.device)
     nothing = ids.new_empty((0,))
+    blocks = _has_blocks(T, arrivals)
+    places, experts, pairs = _block_tensors(ids, E) if blocks else (None, None, None)
     columns = row // down.element_size()
     grid = (T + cdiv(D, n) * cdiv(T, int(tile["BLOCK_T"])),)
     strides = (logits.stride(1), logits.stride(0), hidden.stride(0))
     launch(
-        _share, grid, logits, bias, ids, weights, hidden, _bytes(down), down_scale, y, *strides, T,
-        scale, D=D, F=F, STEPS=cdiv(F, columns), EVEN_K=F % columns == 0, PARTS=parts, K=top_k,
+        _share, grid, logits, bias, ids, weights, places, experts, pairs,
+        arrivals if blocks else None, hidden, _bytes(down), down_scale, y, *strides, T, scale,
+        ROWS=FEWEST if blocks else 0, BLOCK_P=next_pow2(FEWEST * top_k), D=D, F=F,
+        STEPS=cdiv(F, columns), EVEN_K=F % columns == 0, PARTS=parts, K=top_k,
         NORMALIZE=normalize, LINES=_lines(tile, F * down.element_size()),
         **_constants(tile, hidden),
         **group_sizes(Case(E=E, K=top_k, G=router_groups, TG=top_groups)),
     )  # fmt: skip
-    return Routing(ids, weights, nothing, nothing), y
+    return Routing(ids, weights, nothing, nothing, experts, pairs), y
+
+
+def _block_tensors(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scratch [T, E] for every token's pair with every expert, and the blocks of pairs."""
+    pairs = ids.numel()
+    return ids.new_empty((len(ids), E)), ids.new_empty((pairs,)), ids.new_empty((pairs, FEWEST))
+
+
+def _check_arrivals(arrivals: torch.Tensor | None) -> None:
+    require(
+        arrivals is None or (arrivals.shape == (1,) and arrivals.dtype == torch.int32),
+        "arrivals must be int32 of one element",
+    )
 
 
 def _check_x(x: torch.Tensor) -> tuple[int, int]:
@@ -284,6 +325,7 @@ def _make_share(
         "hidden": torch.randn(T, case.F, generator=rng, device=dev).to(dtype),
         "down": down,
         "down_scale": scale,
+        "arrivals": torch.zeros(1, dtype=torch.int32, device=dev),
     }
 
 

@@ -4,12 +4,13 @@ Weights are the left operand of the products, so a tile of BLOCK_N of an expert'
 as eight tokens; they are decoded in registers, straight into the fragments that the tensor cores
 read. h is stored in the order of columns that the second product wants.
 
-Blocks are expert-major: `_prepare` writes their experts and pairs out of the router's offsets or,
-for a few tokens whose pairs nobody sorted, out of the ids alone, and x in the products' column
-order, which the gathering loads then read; gathered rows are nowhere stored. Grids are as large as
-any routing of the tokens can need, and programs without a block leave at once: the host never
-waits, and a CUDA graph serves every routing. Nothing depends on the order of programs, so equal
-inputs give equal bits.
+Blocks are expert-major but for a few tokens: `_prepare` writes their experts and pairs out of the
+router's offsets or, where nobody sorted the pairs, out of the ids alone, and x in the products'
+column order, which the gathering loads then read; gathered rows are nowhere stored. At a few tokens
+the router may have written the tables itself (`moe_few.share_expert`), else a block is a pair.
+Grids are as large as any routing of the tokens can need, and programs without a block leave at
+once: the host never waits, and a CUDA graph serves every routing. Nothing depends on the order of
+programs, so equal inputs give equal bits.
 
 All are dependent launches (see `dependent`); the products let the next kernel come when they have
 left their loops. Which weights a program reads is known from the routing only: the up product has
@@ -148,7 +149,7 @@ def _find_rows(
 
     BLOCKS 0: block is a pair, experts are by pair. 1: the same, and the first pair of an expert
     stands for all of them, of which a token has one at most: row m is that of token m < BLOCK_M.
-    2: rows and experts are the tables of `_prepare`."""
+    2: rows and experts are tables."""
     m = tl.arange(0, BLOCK_M)
     # past L1, for the down product reads them before it waits
     expert = tl.load(experts_idx + block, cache_modifier=".cg").to(tl.int64)

@@ -129,18 +129,37 @@ def _enter(
         )  # fmt: skip
 
 
+@triton.jit
+def _write_blocks(
+    ids_idx, places_ptr, experts_ptr, pairs_ptr, T,
+    K: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """The blocks of T <= ROWS tokens' pairs, see `Routing`: places [T, E] have a token's pair with
+    an expert, or -1; they and the ids were written by other multiprocessors a moment ago."""
+    p, m = tl.arange(0, BLOCK_P), tl.arange(0, ROWS)
+    live = p < T * K
+    expert = tl.load(ids_idx + p, mask=live, other=0, cache_modifier=".cg").to(tl.int64)
+    mask = live[:, None] & (m < T)[None, :]
+    at = places_ptr + m[None, :] * E + expert[:, None]
+    pairs = tl.load(at, mask=mask, other=-1, cache_modifier=".cg")
+    first = tl.min(tl.where(pairs < 0, p[:, None], pairs), 1)
+    tl.store(experts_ptr + p, tl.where(first < p, -1, expert).to(tl.int32), mask=live)
+    tl.store(pairs_ptr + p[:, None] * ROWS + m[None, :], pairs, mask=live[:, None])
+
+
 @triton.jit(do_not_specialize=["T", "part_stride"])
 def _share(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, h_ptr, down_ptr, scale_ptr, y_ptr,
-    logits_stride, part_stride, h_stride, T, factor,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, places_ptr, experts_ptr, pairs_ptr, arrivals_ptr,
+    h_ptr, down_ptr, scale_ptr, y_ptr, logits_stride, part_stride, h_stride, T, factor,
     D: tl.constexpr, F: tl.constexpr, STEPS: tl.constexpr, EVEN_K: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, ROW: tl.constexpr,
     LINES: tl.constexpr, ASM: tl.constexpr, PARTS: tl.constexpr,
     K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    NORMALIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first T programs route a token each, the others multiply."""
+    """The first T programs route a token each, and the last of them to be through writes the blocks
+    of ROWS pairs, if there are to be any; the other programs multiply."""
     TILES: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     tile = (pid - T) % TILES
@@ -163,6 +182,14 @@ def _share(
         place = (token * K)[:, None] + slot
         tl.store(ids_ptr + place, tl.broadcast_to(e[None, :], slot.shape), mask=slot >= 0)
         tl.store(weights_ptr + place, weight, mask=slot >= 0)
+        if ROWS > 0:
+            E: tl.constexpr = GROUPS * SIZE
+            at = places_ptr + (token * E)[:, None] + e[None, :]
+            tl.store(at, tl.where(slot >= 0, place, -1).to(tl.int32), mask=real[None, :])
+            tl.debug_barrier()  # all threads have stored their part
+            if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == T - 1:
+                tl.store(arrivals_ptr, 0)
+                _write_blocks(ids_ptr, places_ptr, experts_ptr, pairs_ptr, T, K, E, ROWS, BLOCK_P)
     else:
         t = (pid - T) // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
         _multiply(

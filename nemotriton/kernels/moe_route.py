@@ -55,12 +55,18 @@ class Routing(NamedTuple):
     ids [T, K] int32, ascending, and their weights [T, K] fp32; order [T*K] int32 holds the flat
     pairs t*K + j sorted by expert, in token order within one; expert e owns
     order[offsets[e]:offsets[e+1]], offsets [E+1] int32. Both are empty
-    where nobody asked for them."""
+    where nobody asked for them.
+
+    block_experts [T*K] and block_pairs [T*K, rows] int32, of a few tokens whose router made them,
+    are the blocks of one expert's pairs: block p has the expert of pair p, or -1 where that has an
+    earlier pair and so a block already; its row m is token m's pair with the expert, or -1."""
 
     ids: torch.Tensor
     weights: torch.Tensor
     order: torch.Tensor
     offsets: torch.Tensor
+    block_experts: torch.Tensor | None = None
+    block_pairs: torch.Tensor | None = None
 
 
 class OwnRouting(Routing):
@@ -288,9 +294,9 @@ def route_experts(
         route_rows(logits, bias, to, case, normalize, scale, tile, pdl)
     else:
         launch(
-            _route, (programs,), logits, bias, *out, ranks, counts, logits.stride(-2), part_stride,
-            T, scale, PARTS=parts, K=K, NORMALIZE=normalize, SORT=alone, COUNT=count,
-            **group_sizes(case), **tile, **late,
+            _route, (programs,), logits, bias, out.ids, out.weights, out.order, out.offsets, ranks,
+            counts, logits.stride(-2), part_stride, T, scale, PARTS=parts, K=K,
+            NORMALIZE=normalize, SORT=alone, COUNT=count, **group_sizes(case), **tile, **late,
         )  # fmt: skip
     if count:
         block_b, block_e, warps = next(scan for most, *scan in SCANS if programs <= most)

@@ -160,11 +160,14 @@ class MoeMixer(nn.Module):
         if moe.latent:
             self.fc1_latent_proj = Linear(latent, width, scope.at("fc1_latent_proj"), bias)
             self.fc2_latent_proj = Linear(width, latent, scope.at("fc2_latent_proj"), bias)
+        self.arrivals: torch.Tensor | None = None
 
     def prepare(self) -> None:
         """Repack the experts once the weights are in place, where the GPU wants that; a latent
         projection then gives its columns in the order in which their products read them."""
         self.experts.prepare()
+        if self.experts.packed and self.arrivals is None:
+            self.arrivals = torch.zeros(1, dtype=torch.int32, device=self.gate.weight.device)
         latent = self.fc1_latent_proj
         if self.experts.packed and not self.experts.ordered and latent is not None:
             width = self.moe.latent
@@ -241,7 +244,8 @@ class MoeMixer(nn.Module):
             return down(hidden, "residual", self.experts(x, self._choose(logits)))
         bias = self.gate.e_score_correction_bias
         groups = (m.top_k, m.router_groups, m.top_groups, m.normalize, m.scale)
-        routing, y = share_expert(logits, bias, *groups, hidden, down.weight, down.scale)
+        weights = (down.weight, down.scale)
+        routing, y = share_expert(logits, bias, *groups, hidden, *weights, self.arrivals)
         return self._widen(self.experts(routed, routing), lambda: y)
 
     def _shares(self, x: torch.Tensor) -> bool:

@@ -133,8 +133,8 @@ def other_bias(logits: Any, bias: Any, *rest: Any) -> Any:
 
 
 def a_row_off(*given: Any) -> Any:
-    *before, down, scale = given
-    return ref("share_expert")(*before, down.roll(1, 0), scale)
+    *before, down, scale, arrivals = given
+    return ref("share_expert")(*before, down.roll(1, 0), scale, arrivals)
 
 
 def shifted_scales(x: Any, codes: Any, tiles: Any, *rest: Any) -> Any:

@@ -54,7 +54,7 @@ def test_blocks_of_tokens_equal_one_program(T: int, poison: Poison) -> None:
     blocks = both(logits, None, 3, 1, 1, True, 1.0, block=2)
     with use_tile("route_experts", Tile(BLOCK_T=256, BLOCKS=1, num_warps=4, num_stages=1)):
         one = route_experts.triton(logits, None, 3, 1, 1, True, 1.0)
-    for a, b in zip(blocks, one):
+    for a, b in zip(blocks[:4], one[:4], strict=True):
         assert torch.equal(a, b)
 
 

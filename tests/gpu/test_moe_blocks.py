@@ -1,0 +1,65 @@
+"""Blocks that the router makes on the device, where its programs are through in any order."""
+
+import pytest
+import torch
+
+import nemotriton.kernels as K
+from nemotriton.autotune.parity import generator
+from nemotriton.kernels.dependent import independent
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
+from nemotriton.kernels.moe_few import FEWEST, SHARE_EXPERT
+from nemotriton.kernels.op import Args
+from nemotriton.model.config import ModelConfig
+from tests.gpu.sanitize import here
+from tests.interpreter import test_moe_blocks as checks
+
+SUPER = ModelConfig.preset("super-120b")
+SHARED = SHARE_EXPERT.cases(SUPER)[0]
+EXPERTS = RUN_EXPERTS_PACKED.cases(SUPER)[0]
+
+
+@pytest.mark.parametrize("T", [2, 5, FEWEST])
+@pytest.mark.parametrize("how", checks.HOWS)
+def test_whoever_is_through_last(how: str, T: int, cuda: torch.device) -> None:
+    checks.check_blocks(SHARED, T, how, cuda, calls=50)
+
+
+@pytest.mark.parametrize("T", [2, FEWEST])
+@pytest.mark.parametrize("how", checks.HOWS)
+def test_experts_give_the_same_bits(how: str, T: int, cuda: torch.device) -> None:
+    if not here(RUN_EXPERTS_PACKED, cuda):
+        pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
+    checks.check_same_bits(EXPERTS, T, how, cuda, _default(EXPERTS, T), bool(EXPERTS.O))
+
+
+def test_in_a_graph_of_dependent_launches(cuda: torch.device) -> None:
+    """Router and experts in turn, several times: the down product reads the blocks before it waits,
+    and every replay's are of new logits."""
+    if not here(RUN_EXPERTS_PACKED, cuda):
+        pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
+    T, rng = FEWEST, generator(1, cuda)
+    shared = checks.shared_args(SHARED, T, "drawn", cuda)
+    experts = RUN_EXPERTS_PACKED.make(EXPERTS, T, cuda, torch.bfloat16, rng)
+    given = [shared["logits"].clone() for _ in range(4)]
+
+    def steps() -> list[torch.Tensor]:
+        return [step(shared | {"logits": logits}, experts) for logits in given]
+
+    steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = steps()
+    for _ in range(5):
+        for logits in given:
+            logits.copy_(torch.randn(logits.shape, device=cuda, generator=rng))
+        graph.replay()
+        with independent():
+            want = [step(shared | {"logits": x, "arrivals": None}, experts) for x in given]
+        for a, b in zip(found, want, strict=True):
+            assert torch.equal(a, b)
+        assert not shared["arrivals"].any()
+
+
+def step(shared: Args, experts: Args) -> torch.Tensor:
+    routing, _ = K.share_expert.triton(**shared)
+    return K.run_experts_packed.triton(**experts | {"routing": routing})
