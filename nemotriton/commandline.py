@@ -25,7 +25,12 @@ _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ 
 
 Flags = Mapping[str, tuple[str, str]]  # keyword -> the option, and the one that switches it off
 _FLAGS: ContextVar[Flags | None] = ContextVar("flags", default=None)
-_OTHER_NAMES = {"thinking_token_budget": "think_budget", "stop_token_ids": "stop_token"}
+_OTHER_NAMES = {
+    "thinking_token_budget": ("think_budget",),
+    "stop_token_ids": ("stop_token",),
+    "max_context": ("max_context", "context", "tokens"),
+    "max_requests": ("max_requests", "requests"),
+}
 _NONE = re.compile(r",? or None\b[^.;:)]*")  # an option is left out instead
 _VALUE = (
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^\]]*\]|\([^)]*\)|\{[^}]*\}"""
@@ -91,8 +96,11 @@ def _flags_of(parameters: Sequence[Any]) -> dict[str, tuple[str, str]]:
         if on is not None:
             off = next(iter(parameter.secondary_opts), "")
             found[on[2:].replace("-", "_")] = (on, off)
-    others = {name: found[same] for name, same in _OTHER_NAMES.items() if same in found}
-    return found | others
+    for name, options in _OTHER_NAMES.items():
+        same = next((option for option in options if option in found), None)
+        if same is not None:
+            found[name] = found[same]
+    return found
 
 
 # ---- refusals of the parser --------------------------------------------------------------------

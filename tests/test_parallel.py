@@ -359,6 +359,7 @@ def test_a_process_that_hangs_in_a_collective_ends(rank: int) -> None:
         (1, torch.OutOfMemoryError("CUDA out of memory"), None, RankError, "rank 1: OutOfMemory"),
         (0, CapacityError("needs 3 GiB"), None, CapacityError, "rank 0: needs 3 GiB"),
         (1, CapacityError("needs 3 GiB"), None, RankError, "rank 1: needs 3 GiB"),
+        (0, CapacityError("needs 3 GiB"), "rank 2: needs 3 GiB", CapacityError, "rank 2: needs"),
         (0, RuntimeError("Connection closed by peer"), "rank 2 has gone", RankError, "rank 2 has"),
         (0, KeyboardInterrupt(), None, KeyboardInterrupt, "rank 0: KeyboardInterrupt"),
     ],

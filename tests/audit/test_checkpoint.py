@@ -26,6 +26,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_without_a_model_it_is_the_embedded_one() -> None:
+    for args in ((), ("preset:tiny",)):
+        code, found = invoke_json("checkpoint", *args)
+        assert code == 0
+        assert found["tensors"] > 100
+
+
 def test_every_tensor_of_a_whole_checkpoint_is_counted(good: Path) -> None:
     code, found = invoke_json("checkpoint", str(good))
     assert code == 0
