@@ -193,8 +193,8 @@ BAD = [
     ({"regex": "("}, r"regex='\(' is not possible: .*parenthesis is not closed"),
     ({"regex": "(?=a)b"}, r"regex=.* is not possible: .*Lookahead is not supported"),
     ({"regex": "a", "json_schema": {}}, r"regex='a' is not possible: json_schema is given too"),
-    ({"regex": "a", "ignore_eos": True}, r"ignore_eos=True is not possible: with json_schema or"),
-    ({"regex": "a", "min_tokens": 2}, r"min_tokens=2 is not possible: with json_schema or regex"),
+    ({"regex": "a", "ignore_eos": True}, r"ignore_eos=True is not possible: a JSON schema or"),
+    ({"regex": "a", "min_tokens": 2}, r"min_tokens=2 is not possible: a JSON schema or regex"),
 ]
 
 
