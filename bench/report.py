@@ -118,7 +118,9 @@ def plotting() -> Any:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise BenchError("a picture needs: pip install 'nemotriton[bench]'") from error
+        raise BenchError(
+            "a picture needs: pip install -e '.[bench]' in the project's folder."
+        ) from error
     return pyplot
 
 

@@ -20,6 +20,13 @@ from typer.core import TyperCommand, TyperGroup
 from nemotriton.console import Console
 from nemotriton.errors import NemotritonError, RankError
 
+COMMANDS = {
+    "generate": "answer prompts, files, batches, or talk",
+    "serve": "OpenAI's HTTP interface",
+    "quantize": "write an NVFP4 or FP8 copy of a bf16 checkpoint",
+    "audit": "what a checkpoint lacks, what fits, which op is wrong, env for a bug report",
+    "autotune": "compile and tune the Triton kernels",
+}
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

@@ -261,4 +261,4 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     code, out, err = invoke("-p", "a", "--regex", "a")
     assert (code, out) == (2, "")
-    assert "needs xgrammar: pip install 'nemotriton[json]'" in err
+    assert "needs xgrammar: pip install -e '.[json]'" in err

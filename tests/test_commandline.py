@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,7 @@ def test_no_message_of_the_package_speaks_python_to_a_command_line(generating: N
         ("autotune merge a b", "OUT is missing: folder to write; may be A or B. See --help."),
         ("quantize x y", "--scheme is missing: nvfp4: 4 bits"),
         ("quantize x y --scheme fp8", "no directory x."),
+        ("serve --host 1.2.3.4 --port 1", "1.2.3.4:1: "),
         ("kernels --bogus", "there is no option --bogus. See --help."),
         ("kernels --kernel rms_nor", "there is no kernel rms_nor: did you mean rms_norm? "),
         ("report none.jsonl", "none.jsonl"),
@@ -215,6 +218,30 @@ def test_exit_codes(problem: BaseException, code: int, said: str) -> None:
     done = CliRunner().invoke(app, ["fail"])
     assert (done.exit_code, done.stderr) == (code, said)
     assert CliRunner().invoke(app, ["do"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "args,code,words",
+    [
+        ([], 0, "python -m nemotriton.generate   answer prompts"),
+        (
+            ["genrate"],
+            2,
+            "there is no command genrate: did you mean generate? There are: generate, ",
+        ),
+        (
+            ["audit", "env", "x"],
+            2,
+            "error: unexpected argument x: nothing stands without an option",
+        ),
+        (["autotune", "show", "--gpu", "h200", "--kernel", "rms_norm"], 0, "rms_norm"),
+    ],
+)
+def test_the_package_names_and_runs_its_commands(args: list[str], code: int, words: str) -> None:
+    line = [sys.executable, "-m", "nemotriton", *args]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == code
+    assert words in done.stdout + done.stderr
 
 
 def test_without_a_command_there_is_help() -> None:

@@ -31,6 +31,7 @@ def invoke(*args: str, stdin: bytes | None = None) -> tuple[int, str, str]:
         (["-p", "a", "--max-tokens", "many"], ["--max-tokens many", "give a whole number"]),
         (["-p", "a", "--act-quant", "--act-quant-fp8"], ["--act-quant-fp8", "give one"]),
         (["-p"], ["-p", "requires an argument"]),
+        (["Hello there"], ["no model 'Hello there'", "a prompt goes behind -p"]),
         (["one", "two", "-p", "a"], ["unexpected argument two", "only MODEL"]),
         (["-p", "a", "--memory", "1.5"], ["--memory 1.5", "(0, 1]"]),
         (["-p", "a", "--memory", "0"], ["--memory 0", "(0, 1]"]),
@@ -124,7 +125,9 @@ def test_wrong_batches(
 
 
 def test_wrong_standard_input() -> None:
-    assert invoke(stdin=b"")[0] == 2
+    code, _, err = invoke(stdin=b"")
+    assert code == 2
+    assert "no prompt: give --prompt TEXT" in err
     code, out, err = invoke(stdin=b"caf\xe9")
     assert (code, out) == (2, "")
     assert "stdin is not UTF-8 at byte 3" in err

@@ -95,7 +95,7 @@ ORDER = [
         ]
     ],
 ]
-DOORS = {"commandline", "generate", "quantize", "audit", "serve", "console", "tiny"}
+DOORS = {"__main__", "commandline", "generate", "quantize", "audit", "serve", "console", "tiny"}
 FREE = ("autotune.", "__init__")
 
 

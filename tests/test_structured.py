@@ -216,7 +216,7 @@ def test_what_a_grammar_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer and this model has none"):
         engine.prepare([3], SamplingParams(regex="a"))
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
-    with pytest.raises(UnsupportedError, match=r"needs xgrammar: pip install 'nemotriton\[json\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs xgrammar: pip install -e '.\[json\]'"):
         structured.check_grammar(None, "a")
 
 

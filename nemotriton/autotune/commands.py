@@ -174,7 +174,8 @@ def check_command(
     from nemotriton.autotune import review
 
     where = folder or cache.root()
-    found = review.files(where, kernel or [], gpu)
+    named = None if gpu is None else _gpu(gpu, review.gpus(where))
+    found = review.files(where, kernel or [], named)
     bad = {file: why for file in found if (why := review.faults(file))}
     for file, why in bad.items():
         for text in why:
@@ -260,7 +261,8 @@ def _gpu(named: str | None, known: Sequence[str]) -> str:
             named == re.sub(r"[^a-z0-9_]", "", named),
             f"--gpu {named}: write the folder's name; there are: {', '.join(known) or 'none'}.",
         )
-        return named
+        near = [gpu for gpu in known if gpu.endswith(f"_{named}")]  # h200 of nvidia_h200
+        return near[0] if named not in known and len(near) == 1 else named
     from nemotriton import device
 
     here = device.info()

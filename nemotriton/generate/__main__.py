@@ -61,7 +61,7 @@ def main(
 
 def answer(given: dict[str, Any], view: View) -> None:
     """Check the options, load the model and do the work. torch is imported here and not before."""
-    work, source, machine = work_of(given), source_of(given), machine_of(given)
+    source, machine, work = source_of(given), machine_of(given), work_of(given)
     if machine.max_requests is None and len(work.prompts) <= 1 and not work.lines:
         machine = replace(machine, max_requests=1)  # no memory, and no recorded steps, for more
     from nemotriton.generate.interactive import converse

@@ -192,9 +192,10 @@ def gather(
     found = [_stdin() if p == "-" else p for p in prompts or ()]
     found += [_stdin() if str(p) == "-" else _file(p) for p in files or ()]
     if not prompts and not files:
-        if sys.stdin is None or sys.stdin.isatty():
+        piped = sys.stdin is not None and not sys.stdin.isatty()
+        found = [_stdin()] if piped else [""]
+        if found == [""]:
             raise UsageError("no prompt: give --prompt TEXT, --file PATH, or pipe text in.")
-        found = [_stdin()]
     if "" in found:
         raise UsageError("a prompt is empty: give at least one character.")
     return found, []

@@ -95,7 +95,10 @@ class Place:
             found.bind((self.host, self.port))
         except OSError as problem:
             found.close()
-            raise UsageError(f"{self.host}:{self.port}: {problem.strerror or problem}.") from None
+            raise UsageError(
+                f"{self.host}:{self.port}: {problem.strerror or problem}: give another --host or "
+                "--port."
+            ) from None
         return found
 
 
@@ -129,7 +132,7 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
         from nemotriton.serve.server import Server
     except ModuleNotFoundError as missing:
         raise UnsupportedError(
-            f"{missing.name} is not installed: pip install 'nemotriton[serve]'"
+            f"{missing.name} is not installed: pip install -e '.[serve]' in the project's folder."
         ) from None
     from nemotriton.generate.loading import opened
 

@@ -84,5 +84,8 @@ def malformed(errors: Sequence[Mapping[str, Any]]) -> Failure:
         return Failure(400, f"{param} is not supported: leave it out.", "unknown_parameter", param)
     if first.get("type") == "json_invalid":
         return Failure(400, f"the body is not JSON: {message}. Send a JSON object.", "invalid_json")
+    if first.get("type") == "model_attributes_type" and param is None:
+        header = "Content-Type: application/json"
+        return Failure(400, f"the body is no JSON object: send one, with {header}.", "invalid_json")
     remedy = "Send a JSON object, as application/json." if param is None else "Correct it."
     return Failure(400, f"{param or 'the body'}: {message}. {remedy}", "invalid_value", param)

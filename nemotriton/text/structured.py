@@ -112,6 +112,7 @@ def _library() -> Any:
         import xgrammar
     except ImportError:
         raise UnsupportedError(
-            "a JSON schema or regex needs xgrammar: pip install 'nemotriton[json]'"
+            "a JSON schema or regex needs xgrammar: pip install -e '.[json]' in the project's "
+            "folder."
         ) from None
     return xgrammar
