@@ -1,4 +1,4 @@
-"""`python -m nemotriton`: which commands there are; `python -m nemotriton NAME ...` is one of them."""
+"""`python -m nemotriton`: which commands there are; `python -m nemotriton NAME ...` runs one."""
 
 import runpy
 import sys

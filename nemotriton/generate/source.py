@@ -35,9 +35,8 @@ class Source:
     quant: str | None = None
 
     def __post_init__(self) -> None:
-        if self.model is not None and any(c.isspace() for c in self.model):
-            if not Path(self.model).exists():
-                raise UsageError(f"there is no model {self.model!r}: a prompt goes behind -p.")
+        if len((self.model or "").split()) > 1 and not Path(self.model or "").exists():
+            raise UsageError(f"there is no model {self.model!r}: a prompt goes behind -p.")
         if self.preset is not None:
             _known_preset(self.preset)
             if self.synthetic is None and not self.embedded:
