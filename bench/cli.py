@@ -7,7 +7,14 @@ from typing import Annotated
 import torch
 import typer
 
-from nemotriton.autotune.commands import MODELS, Kernels, Models, configs, parse_tokens
+from nemotriton.autotune.commands import (
+    MODELS,
+    Kernels,
+    Models,
+    configs,
+    parse_dtypes,
+    parse_tokens,
+)
 from nemotriton.autotune.sweep import plan
 from nemotriton.autotune.trial import Point
 from nemotriton.commandline import Program
@@ -41,7 +48,7 @@ def points(kernels: Sequence[str], model: str, dtype: str, tokens: str) -> dict[
     exact = parse_tokens(tokens)
     found: dict[Point, str] = {}
     for name, config in zip(model.split(","), configs(model), strict=True):
-        for p in plan(kernels, [config], dtype.split(",")):
+        for p in plan(kernels, [config], parse_dtypes(dtype)):
             counts = [t for t in exact if t <= p.spec.tokens[-1]] if exact else [p.tokens]
             for t in counts:
                 found.setdefault(Point(p.op, p.case, t, p.dtype), name)

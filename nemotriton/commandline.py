@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -56,10 +56,10 @@ class UsageError(NemotritonError):
 # ---- refusals as they were typed ---------------------------------------------------------------
 
 
-def as_typed(text: str) -> str:
+def as_typed(text: str, but: Collection[str] = ()) -> str:
     """A message with the running command's options in place of Python's keywords:
-    `max_tokens=0` -> `--max-tokens 0`. As it is where no command runs."""
-    flags = _FLAGS.get()
+    `max_tokens=0` -> `--max-tokens 0`. As it is where no command runs. but: keywords that stay."""
+    flags = {name: flag for name, flag in (_FLAGS.get() or {}).items() if name not in but}
     if not flags:
         return text
     names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
@@ -243,6 +243,11 @@ class Command(_OneLine, TyperCommand):  # type: ignore[misc]
         except BrokenPipeError:  # whoever read stdout has gone: nobody is left to tell
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
+        except OSError as problem:  # a path that was given, such as one to write to
+            if problem.filename is None:
+                raise
+            Console().error(f"{problem.filename}: {problem.strerror}. Give another path.")
+            raise typer.Exit(2) from None
         finally:
             _FLAGS.reset(token)
 

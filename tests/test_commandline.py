@@ -75,6 +75,11 @@ def test_a_keyword_is_said_as_its_option(generating: None, said: str, typed: str
     assert as_typed(said) == typed
 
 
+def test_a_line_of_a_batch_keeps_its_own(generating: None) -> None:
+    said = as_typed("top_p=3 and max_context=5", ["top_p"])
+    assert said == "top_p=3 and --max-context 5"
+
+
 def test_python_keeps_its_keywords() -> None:
     assert as_typed("max_tokens=0, or None") == "max_tokens=0, or None"
 
@@ -165,6 +170,11 @@ def test_no_message_of_the_package_speaks_python_to_a_command_line(generating: N
         ("autotune compile --arch sm_70", "there is no architecture sm_70: did you mean sm_"),
         ("autotune compile --model super-121b", "Did you mean super-120b?"),
         ("autotune compile --tiles some", "--tiles some: give default or all."),
+        ("autotune compile --dtype int8", "--dtype int8: give bf16, fp16, fp32, or several"),
+        ("autotune compile --jobs 1 --arch sm_90 --kernel rms_norm --out no/x", "no/x: No such"),
+        ("autotune check --folder no/where", "no/where is no folder of tuned files: give another."),
+        ("autotune list --dtype x --gpu h200", "--dtype x: give bf16, fp16, fp32, or several"),
+        ("autotune sweep --top -1", "--top -1: give a number >= 0."),
         ("autotune compile --jobs 0", "--jobs 0: give a number >= 1."),
         ("autotune sweep --budget soon", "--budget soon: write it like 90s, 10m or 2h."),
         ("autotune sweep --tokens 0", "--tokens 0: write positive numbers, such as 1,64,8192."),
@@ -197,6 +207,11 @@ def test_what_is_typed_wrongly_is_one_line_and_exit_code_2(line: str, words: str
     [
         (RequestError("top_k=-2 is wrong."), 2, "error: top_k=-2 is wrong.\n"),
         (CapacityError("seed=3 does not fit."), 2, "error: --seed 3 does not fit.\n"),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            2,
+            "error: /x: Permission denied. Give another path.\n",
+        ),
         (commandline.UsageError("line 3: seed=x."), 2, "error: line 3: seed=x.\n"),
         (RankError("rank 1 has gone."), 1, "error: rank 1 has gone.\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),

@@ -100,9 +100,9 @@ def test_a_request_that_cannot_be_served_fails_alone(tmp_path: Path) -> None:
     assert code == 1
     assert "4 of 6 requests failed" in err
     assert [a.get("completion_tokens") for a in answers] == [9, None, 2, None, None, None]
-    assert "3,001 tokens; max_context is 2,048" in answers[1]["error"]
+    assert "3,001 tokens; --max-context is 2,048" in answers[1]["error"]
     assert answers[3]["response"] is None
-    assert "max_context is 2,048" in answers[3]["error"]["message"]
+    assert "--max-context is 2,048" in answers[3]["error"]["message"]
     assert "no chat template" in answers[4]["error"]
     assert "token ids are 0 .. 2047" in answers[5]["error"]
     again, after, _ = run_batch(source, tmp_path / "out.jsonl", *model)

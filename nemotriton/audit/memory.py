@@ -12,6 +12,7 @@ import torch
 from nemotriton.audit.gpus import Gpu
 from nemotriton.audit.headers import open_headers
 from nemotriton.audit.report import table
+from nemotriton.commandline import as_typed
 from nemotriton.console import bytes_text
 from nemotriton.engine.caches import PAGE_SIZE
 from nemotriton.engine.draft_shape import DraftShape
@@ -201,6 +202,6 @@ def as_lines(found: dict[str, Any]) -> Iterable[str]:
             room += f"; {found['kv_tokens']:,} tokens in the cache at a time, the others wait"
         yield room
     else:
-        yield f"does not fit: {found['problem']}"
+        yield f"does not fit: {as_typed(found['problem'])}"
     rows = ((f"{n:,}", most or "none") for n, most in found["most_requests"].items())
     yield from table(("context", "requests at once"), rows, left=0)

@@ -53,7 +53,7 @@ def compile_command(
         kernel or [],
         [ModelConfig.preset(name) for name in model.split(",")],
         [offline.parse_arch(a) for a in arch.split(",")],
-        dtype.split(","),
+        commands.parse_dtypes(dtype),
         tiles == "all",
     )
     bad = count = 0

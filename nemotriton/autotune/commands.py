@@ -48,7 +48,7 @@ def list_command(
     where = folder or cache.root()
     slug = _gpu(gpu, review.gpus(where))
     found = review.coverage(
-        kernel or [], configs(model), dtype.split(","), lambda k: cache.path_of(slug, k, where)
+        kernel or [], configs(model), parse_dtypes(dtype), lambda k: cache.path_of(slug, k, where)
     )
     if slug not in review.gpus(where):
         known = ", ".join(review.gpus(where)) or "none"
@@ -63,7 +63,7 @@ def sweep_command(
     kernel: Kernels = None,
     model: Models = MODELS,
     tokens: Annotated[str, typer.Option(help="Token counts, comma-separated; default all.")] = "",
-    top: Annotated[int, typer.Option(help="Only a kernel's largest cases; 0: all.")] = 0,
+    top: Annotated[int, typer.Option(help="Only a kernel's largest cases; 0: all.", min=0)] = 0,
     dtype: Dtypes = "bf16",
     budget: Annotated[str, typer.Option(help="Stop after this long: 90s, 10m, 2h.")] = "",
     jobs: Annotated[int, typer.Option(help="Processes that compile; 0: none.")] = max(
@@ -81,7 +81,7 @@ def sweep_command(
     from nemotriton.autotune.trial import cuda_runner
 
     seconds = parse_budget(budget)
-    points = plan(kernel or [], configs(model), dtype.split(","), parse_tokens(tokens), top)
+    points = plan(kernel or [], configs(model), parse_dtypes(dtype), parse_tokens(tokens), top)
     require(
         bool(points),
         f"no kernel has a case for --model {model} --dtype {dtype} --tokens {tokens or 'any'}: "
@@ -244,6 +244,14 @@ def parse_budget(text: str) -> float:
     require(found is not None, f"--budget {text}: write it like 90s, 10m or 2h.")
     assert found is not None
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def parse_dtypes(text: str) -> list[str]:
+    """The names of `bf16,fp32`."""
+    parts = [part.strip() for part in text.split(",")]
+    good = all(part in ("bf16", "fp16", "fp32") for part in parts)
+    require(good, f"--dtype {text}: give bf16, fp16, fp32, or several with commas.")
+    return parts
 
 
 def parse_tokens(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from nemotriton.autotune.child import MeasuringFailed
 from nemotriton.autotune.store import GAIN, Data
 from nemotriton.autotune.sweep import plan
 from nemotriton.autotune.trial import Point, Runner
-from nemotriton.commandline import need_known
+from nemotriton.commandline import UsageError, need_known
 from nemotriton.errors import NemotritonError, require
 from nemotriton.kernels.op import DTYPES, SPECS, Case, Tile
 from nemotriton.model.config import ModelConfig
@@ -31,6 +31,8 @@ def files(folder: Path, kernels: Sequence[str] = (), gpu: str | None = None) -> 
     """The tuned files of a folder, of these kernels and this GPU if named."""
     for name in kernels:
         need_known("kernel", name, sorted(SPECS))
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder of tuned files: give another.")
     if gpu is not None:
         need_known("GPU folder", gpu, gpus(folder))
     found = (p for g in ([gpu] if gpu else gpus(folder)) for p in sorted((folder / g).glob("*")))
@@ -152,7 +154,9 @@ def _still_faster(point: Point, tile: Tile, runner: Runner) -> str | None:
 def merge(a: Path, b: Path, out: Path) -> tuple[int, list[str]]:
     """Combine two folders into `out` by time: how many files were written, what was left out."""
     for folder in (a, b):
-        require(folder.is_dir(), f"{folder} is not a folder", TuneCacheError)
+        require(
+            folder.is_dir(), f"{folder} is no folder of tuned files: give another.", TuneCacheError
+        )
     written, notes = 0, []
     names = sorted(
         {(p.parent.name, p.stem) for x in (a, b) for p in files(x) if p.suffix == ".json"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from nemotriton.commandline import UsageError
+from nemotriton.commandline import UsageError, as_typed
 from nemotriton.errors import RequestError
 from nemotriton.generate.prompts import Work, text_of
 from nemotriton.generate.reply import BAD_ENDS, View, Writer, say_end, seeded
@@ -78,7 +78,7 @@ class _Talk:
             prompt = self._prompt(turn)
             deltas = llm.stream(prompt, params)
         except RequestError as problem:
-            view.console.error(f"{problem} The turn is dropped; /reset makes room.")
+            view.console.error(f"{as_typed(str(problem))} The turn is dropped; /reset makes room.")
             return 1
         writer, tokens, last = Writer(view), 0, None
         with _stoppable() as stopped:

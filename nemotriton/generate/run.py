@@ -3,8 +3,10 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from nemotriton.commandline import as_typed
 from nemotriton.console import by_position, bytes_text
 from nemotriton.engine.sampling import SamplingParams
 from nemotriton.errors import RequestError
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from nemotriton.engine.llm import LLM, RequestOutput
 
 Prompt = list[int] | ChatPrompt
+_OWN = tuple(f.name for f in fields(SamplingParams))  # what a line of a batch may state itself
 _PARTS = {"draft": "drafting", "verify": "checking", "commit": "keeping"}
 _SUSPICIOUS = 50  # drafts; of a working block at least every second is accepted
 
@@ -108,7 +111,7 @@ def _batch(llm: "LLM", work: Work, view: View) -> int:
                 llm.engine.prepare(prompt, params)
                 served.append((i, prompt, params))
             except RequestError as problem:
-                writer.put(i, failure(line, str(problem)), failed=True)
+                writer.put(i, failure(line, as_typed(str(problem), _OWN)), failed=True)
         with view.console.counting(len(served)) as count:
 
             def ended(output: "RequestOutput") -> None:

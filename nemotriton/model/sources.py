@@ -62,7 +62,7 @@ def _with_config(path: Path) -> Path:
         return path
     inside = sorted(p.parent for p in path.glob("*/config.json"))
     hint = f" Did you mean {inside[0]}?" if inside else ""
-    raise CheckpointError(f"no config.json in {path}.{hint} For a hub id use owner/name.")
+    raise CheckpointError(f"no config.json in {path.resolve()}.{hint} For a hub id use owner/name.")
 
 
 def _download(model: str, revision: str | None, offline: bool) -> Path:
