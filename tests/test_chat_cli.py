@@ -139,7 +139,7 @@ def test_a_preset_talks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_turn_that_does_not_fit_or_says_nothing_is_dropped() -> None:
     code, answers, err = talk("0" * 200, "one", args=("--max-context", "150"))
     assert (code, len(answers)) == (1, 1)
-    assert "max_context is 150" in err
+    assert "--max-context is 150" in err
     assert "The turn is dropped" in err
     code, out, err = invoke("--chat", "-n", "2", "--seed", "1", stdin="one\n")
     assert (code, out) == (0, "\n")

@@ -103,7 +103,7 @@ def test_what_one_of_several_gpus_holds() -> None:
 def test_the_remedy_that_is_named_can_be_given() -> None:
     """A smaller piece of prompts is one, and this command takes it."""
     code, out, _ = invoke("memory", "super-120b", "--gpu", "h100")
-    piece = re.search(r"prefill_piece=(\d+)", out)
+    piece = re.search(r"--prefill-piece (\d+)", out)
     assert code == 1
     assert piece
     assert invoke("memory", "super-120b", "--gpu", "h100", "--prefill-piece", piece[1])[0] == 0
