@@ -126,7 +126,10 @@ def test_no_message_of_the_package_speaks_python_to_a_command_line(generating: N
             "--drafts 2, but --tree 0 has 1: leave out --drafts 2.",
         ),
         ("generate nano-30b -p a", "Did you mean preset:nano-30b, a configuration without files?"),
-        ("generate preset:h-8b --synthetic -p a --drafts 1", "come from: use --drafts 0."),
+        (
+            "generate preset:h-8b --synthetic -p a --drafts 1",
+            "come from: use --drafts 0, or a model",
+        ),
         ("serve --port abc", "--port abc: give a whole number."),
         ("serve --port 70000", "--port 70000 is no port: give 0 .. 65535."),
         ("serve --prot 80", "there is no option --prot: did you mean --port? See --help."),

@@ -139,7 +139,7 @@ def random_weights(
     require(
         not drafting or config.mtp is not None,
         f"{config.name} has no MTP block (num_nextn_predict_layers), which drafts come from: use "
-        "drafts=0.",
+        "drafts=0, or a model that has one.",
         ConfigError,
     )
     scheme = release_scheme(config, quant)

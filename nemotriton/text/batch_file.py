@@ -5,6 +5,7 @@ or `messages`, an optional `id`, and sampling parameters under their own names. 
 appended by a single write, so that a stopped run leaves whole lines and at most one torn end.
 """
 
+import difflib
 import json
 import os
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ def _parse(line: str, number: int) -> BatchLine:
 def _request(body: dict[str, Any], number: int, name: str, url: str) -> BatchLine:
     prompt, messages = body.pop("prompt", None), body.pop("messages", None)
     if (prompt is None) == (messages is None):
-        _refuse("not exactly one of prompt and messages", "Give one.")
+        keys = f": its keys are {', '.join(body)}" if body else ""
+        _refuse(f"not exactly one of prompt and messages{keys}", "Give one.")
     if prompt is not None:
         _check_prompt(prompt)
     elif not isinstance(messages, list) or not all(_is_message(m) for m in messages):
@@ -127,8 +129,10 @@ def _request(body: dict[str, Any], number: int, name: str, url: str) -> BatchLin
         if key in _PARAMS:
             params[_PARAMS[key]] = body.pop(key)
     if unknown := sorted(set(body) - _IGNORED):
+        near = difflib.get_close_matches(unknown[0], _PARAMS, 1)
+        hint = f"Did you mean {near[0]}?" if near else "Leave it out."
         known = ", ".join(sorted(_PARAMS))
-        _refuse(f"{unknown[0]!r} is not supported", f"Leave it out. Supported: {known}.")
+        _refuse(f"{unknown[0]!r} is not supported", f"{hint} Supported: {known}.")
     return BatchLine(number, name, prompt, messages, params, template_args, url, tools)
 
 
