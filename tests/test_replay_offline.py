@@ -49,5 +49,5 @@ def test_sums_over_columns_have_one_order(state: str, new: int, update: bool) ->
     assert len(dots) == text.count("tt.dot "), "all are read"
     long = [dot for dot in dots.values() if dot[1] > 16]
     assert not [dot for dot in long if dot[0] in dots]
-    widths = {2: 2, 4: 2} if state == "int8" else {2: 6}
+    widths = {2: 1, 4: 2} if state == "int8" else {2: 5}
     assert collections.Counter(width for _, _, width in long) == widths

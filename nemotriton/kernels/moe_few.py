@@ -47,6 +47,7 @@ from nemotriton.kernels.quantize import check_scale
 
 FEW = 16  # tokens up to which this pays: more are read too often by so many programs
 FEWEST = 8  # and up to which the shared expert's products are among them
+FIRST = 3  # tokens from which on blocks pay: of two tokens' 44 pairs two share an expert
 
 
 class Entered(NamedTuple):
@@ -159,7 +160,7 @@ def find_blocks_ref(routing: Routing) -> Routing:
 
 
 def _has_blocks(tokens: int, arrivals: torch.Tensor | None) -> bool:
-    return arrivals is not None and 2 <= tokens <= FEWEST  # one token's pairs share no expert
+    return arrivals is not None and FIRST <= tokens <= FEWEST
 
 
 @op(ref=share_expert_ref)
@@ -180,8 +181,9 @@ def share_expert(
 
     logits [parts, T, E] and the rest as in `route_experts`; hidden [T, F], down [D, F] and its
     scale as in the module's docstring. arrivals int32 [1]: zero, and zero again afterwards; calls
-    that run at the same time must not share it. With it the routing of 2 to FEWEST tokens has the
-    blocks of every expert's pairs. Returns the routing, not sorted, and the expert's y [T, D]."""
+    that run at the same time must not share it. With it the routing of FIRST to FEWEST tokens has
+    the blocks of every expert's pairs. Returns the routing, not sorted, and y [T, D] of the
+    shared expert."""
     T, F = _check_x(hidden)
     parts, rows, E = logits.shape
     require(rows == T, f"{T} tokens, but router logits of {rows}")

@@ -7,29 +7,30 @@ import triton
 import triton.language as tl
 
 from nemotriton.kernels.dependent import prefetch
-from nemotriton.kernels.ssm_products import k_order, load_rows, scores
+from nemotriton.kernels.ssm_products import in_order, k_order, load_tiles, scores
 from nemotriton.kernels.ssm_window import (
     SLICE,
     _begin,
     _behind_ring,
     _decay,
     _entries,
-    _for_state,
+    _fetch,
     _inflow,
     _keep,
     _keep_steps,
     _left,
+    _load_steps,
+    _order,
     _outputs,
     _places,
     _program,
     _put,
     _read,
     _read_border,
-    _rows,
     _settled,
     _steps,
     _stored,
-    _stored_in_order,
+    _stored_tiles,
 )
 
 
@@ -46,127 +47,194 @@ def _weights(step, A, D, B, C, place):
 
 
 @triton.jit
-def _window(
-    ring, at, entries, answered, tokens, strides, limits, A, D, on, state_ptr,
+def _load_window(
+    ring, at, entries, answered, tokens, strides, limits, A_at, D_at, on, state_ptr,
     N: tl.constexpr, BLOCK_N: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """A window of entries (new token at each [L], whether the ring has it at `at`, whether it is
-    new), for tokens answered (which [T], their places in it, whether it answers them): the step
-    sizes [L], and of y (token, whether answered, C [T, N], weights [L, T], left [T], seen)."""
+    """All that `_window` reads, on its way: what steps are made of, A, D, B, C, and C again where
+    products with the state take other columns at a time than those with B."""
     _, dt_ring, B_ring = ring
     _, dt_ptr, B_ptr, C_ptr = tokens
     _, dt_t, B_t, C_t = strides
     row, old, new = entries
+    token, _, wanted = answered
+    B_at, C_at = _places(B_ring, at, B_ptr, row, B_t, old, N), C_ptr + token * C_t
+    steps = _load_steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, DRAFTS)
+    A, D = tl.load(A_at), tl.load(D_at)
+    B = load_tiles(B_at, old | new, N, BLOCK_N, B_ptr, N == BLOCK_N)
+    C = load_tiles(C_at, wanted & on, N, BLOCK_N, B_ptr, N == BLOCK_N)
+    for_state = C
+    STATE: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth
+    if B_ptr.dtype.element_ty.primitive_bitwidth != STATE:
+        for_state = load_tiles(C_at, wanted & on, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    return steps, A, D, B, C, for_state
+
+
+@triton.jit
+def _window(loaded, entries, answered, tokens, limits, state_ptr):
+    """A window of entries (new token at each [L], whether the ring has it, whether it is new), for
+    tokens answered (which [T], their places in it, whether it answers them): the step sizes [L],
+    and of y (token, whether answered, C [T, N], weights [L, T], left [T], seen)."""
+    steps, A, D, B, C, for_state = loaded
+    row, old, new = entries
     token, place, wanted = answered
-    j = tl.arange(0, row.shape[0])
-    step = _steps(dt_ring, at, dt_ptr, row, dt_t, old, new, limits, on, DRAFTS)
-    C_at, begin = C_ptr + token * C_t, _places(B_ring, at, B_ptr, row, B_t, old, N)
-    B = load_rows(begin, old | new, N, BLOCK_N, B_ptr, N == BLOCK_N)
-    C = load_rows(C_at, wanted & on, N, BLOCK_N, B_ptr, N == BLOCK_N)
-    weights, left = _weights(step, A, D, B, C, place)
-    C = _for_state(C, C_at, wanted & on, B_ptr, state_ptr, N, BLOCK_N)
-    return step, (token, wanted, C, weights, left, j[:, None] <= place[None, :])
+    step = _steps(steps, old, new, limits)
+    A, D = A.to(tl.float32), D.to(tl.float32)
+    weights, left = _weights(step, A, D, in_order(B, tokens[2]), in_order(C, tokens[2]), place)
+    seen = tl.arange(0, row.shape[0])[:, None] <= place[None, :]
+    return step, (token, wanted, in_order(for_state, state_ptr), weights, left, seen)
 
 
 @triton.jit
-def _fetch(state_ptr, dt_ring, slot, rows, N: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Bring `rows` of a stored state near, and the step sizes that a head's ring holds."""
-    LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
-    if slot >= 0:
-        prefetch(state_ptr + tl.minimum(tl.arange(0, BLOCK_P * N // LINE) * LINE, rows * N - 1))
-        prefetch(dt_ring + tl.arange(0, 2) * (R - 1))
-
-
-@triton.jit
-def _answer(
-    h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
-    P: tl.constexpr, DRAFTS: tl.constexpr,
+def _load_slice(
+    p, entries, at, state, ring, tokens, x_t, on,
+    P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows p of a window's outputs from those of the stored state, and of x to the ring."""
+    """Rows p of a stored state, their scales, and x of a window's entries [L, rows]."""
     row, old, new = entries
-    token, wanted, C, weights, left, seen = answer
-    x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
-    y = _read(h, scale, state, C, tokens[2])
-    y = _outputs(y, x, weights, left, seen, DRAFTS)
-    _put(y, y_ptr, token, y_t, p, wanted, P)
-    _keep(ring[0], at, x, p, new, P)
+    h, scale = _stored_tiles(state, p, on, P, N, BLOCK_N)
+    return h, scale, _entries(ring[0], at, tokens[0], row, x_t, p, old & on, new & on, P)
 
 
 @triton.jit
-def _answers(
-    h, scale, entries, answer, state, ring, at, tokens, x_t, p0, on, y_ptr, y_t,
-    P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLICE_P: tl.constexpr, DRAFTS: tl.constexpr,
+def _trial_slice(
+    p, entries, at, state, ring, tokens, x_t, on, order_idx, A_at, noise, held, position,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """All rows of the program at once, or SLICE_P at a time, which are then read here: what little
-    a program holds leaves room for more of them."""
-    if SLICE_P:
-        for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE_P):
-            p = p0 + i + tl.arange(0, SLICE_P)
-            some, its_scale = _stored_in_order(state, p, on, P, N, BLOCK_N)
-            _answer(some, its_scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t,
-                    P, DRAFTS)  # fmt: skip
-    else:
-        p = p0 + tl.arange(0, BLOCK_P)
-        _answer(h, scale, entries, answer, state, ring, at, tokens, x_t, p, y_ptr, y_t, P, DRAFTS)
-
-
-@triton.jit
-def _trial(
-    entries, answer, state, ring, at, tokens, strides, order_idx, A, noise, position, p0, held, on,
-    y_ptr, y_t, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Outputs of a window a few rows of the state at a time, where nothing is stored."""
+    """The same where nothing is stored, of the state behind the ring's first window."""
     row, old, new = entries
-    token, wanted, C, weights, left, seen = answer
     n = tl.arange(0, BLOCK_N)
-    for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
-        p = p0 + i + tl.arange(0, SLICE)
-        h, scale = _stored(state, p, n, on, P, N)
-        h, scale = _behind_ring(
-            h, scale, state, ring, order_idx, A, noise, position, p, n, held, P, N, L, BLOCK_N
-        )
-        x = _entries(ring[0], at, tokens[0], row, strides[0], p, old, new, P)
-        product = _read(k_order(h, state[0]), scale, state, C, tokens[2])
-        y = _outputs(product, x, weights, left, seen, True)
-        _put(y, y_ptr, token, y_t, p, wanted, P)
+    h, scale = _stored(state, p, n, on, P, N)
+    h, scale = _behind_ring(
+        h, scale, state, ring, order_idx, A_at, noise, position, p, n, held, P, N, L, BLOCK_N
+    )
+    x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
+    return k_order(h, state[0]), scale, x
 
 
 @triton.jit
-def _beyond(
-    entries, step, theirs, answered, state, ring, at, place, tokens, strides, limits, order_idx, A,
-    D, noise, position, p0, held, on, y_ptr, y_t, one_tile, one_head,
+def _answer_slices(
+    first, entries, at, state, ring, tokens, x_t, on, answer, order_idx, A_at, noise, held,
+    position, p0, y_ptr, y_t, keep,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE_P: tl.constexpr, AHEAD: tl.constexpr, DRAFTS: tl.constexpr,
+    UPDATE: tl.constexpr,
+):  # fmt: skip
+    """Outputs from the stored state, SLICE_P rows at a time: what little a program holds leaves
+    room for more of them. AHEAD: a slice is on its way while the one before it is computed."""
+    token, wanted, C, weights, left, seen = answer
+    here = (entries, at, state, ring, tokens, x_t)
+    rows, r = tl.minimum(P - p0, BLOCK_P), tl.arange(0, SLICE_P)
+    if AHEAD:
+        tiles, scale, x = first
+    for i in range(0, rows, SLICE_P):
+        p = p0 + i + r
+        if AHEAD and SLICE_P < BLOCK_P:
+            more = on & (i + SLICE_P < rows)
+            next_tiles, next_scale, next_x = _load_slice(p + SLICE_P, *here, more, P, N, BLOCK_N)
+        elif UPDATE and not AHEAD:
+            tiles, scale, x = _load_slice(p, *here, on, P, N, BLOCK_N)
+        if UPDATE:
+            h = in_order(tiles, state[0])
+        else:
+            behind = (order_idx, A_at, noise, held, position)
+            h, scale, x = _trial_slice(p, *here, on, *behind, P, N, L, BLOCK_N)
+        product = _read(h, scale, state, C, tokens[2])
+        y = _outputs(product, x, weights, left, seen, DRAFTS)
+        _put(y, y_ptr, token, y_t, p, wanted, P)
+        if keep:
+            _keep(ring[0], at, x, p, entries[2], P)
+        if AHEAD and SLICE_P < BLOCK_P:
+            tiles, scale, x = next_tiles, next_scale, next_x
+
+
+@triton.jit
+def _answer_beyond(
+    entries, at, state, ring, tokens, x_t, on, answer, before, drop, strides, limits,
+    order_idx, A_at, noise, held, position, p0, y_ptr, y_t, keep,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """The tokens beyond the border that the window of `entries` ends, a window of `theirs`.
-
-    Its state is worked out a few rows at a time, from what is stored. position: of its token.
-    place: where the ring keeps theirs, or None where it is not to."""
-    x_ring, _, _ = ring
-    x_ptr, _, B_ptr, C_ptr = tokens
-    x_t, _, B_t, C_t = strides
-    row, old, new = entries
-    rows, _, are_new = theirs
-    inflow, outflow = _inflow(step, A)
-    steps, answer = _window(
-        ring, at, theirs, answered, tokens, strides, limits, A, D, on, state[0], N, BLOCK_N, True
-    )
+    """Outputs from the state of the border behind the window `before`, a few rows at a time."""
     token, wanted, _, weights, left, seen = answer
+    row, old, new = entries
+    there = order_idx + drop + tl.arange(0, L)
+    at_before = tl.load(there, mask=before[1], other=0).to(tl.int64)
+    steps = _load_steps(ring[1], at_before, tokens[1], before[0], strides[1], before[1], before[2],
+                        limits, on, True)  # fmt: skip
+    inflow, outflow = _inflow(_steps(steps, before[1], before[2], limits), A_at)
     for i in range(0, tl.minimum(P - p0, BLOCK_P), SLICE):
         p = p0 + i + tl.arange(0, SLICE)
-        x = _entries(x_ring, at, x_ptr, row, x_t, p, old, new, P)
         product = _read_border(
-            state, ring, order_idx, A, noise, position, p, held, on, x, inflow, outflow, entries,
-            at, B_ptr, B_t, C_ptr + token * C_t, wanted, P, N, L, BLOCK_N, UPDATE,
+            state, ring, order_idx, A_at, noise, position, p, held, on, inflow, outflow, before,
+            at_before, tokens, strides, token, wanted, P, N, L, BLOCK_N, UPDATE,
         )  # fmt: skip
-        x = _rows(x_ptr, rows, x_t, p, are_new, P)
+        x = _entries(ring[0], at, tokens[0], row, x_t, p, old, new, P)
         _put(_outputs(product, x, weights, left, seen, True), y_ptr, token, y_t, p, wanted, P)
-        if place is not None:
-            _keep(x_ring, place, x, p, are_new, P)
-    if place is not None:
-        _keep_steps(ring, place, steps, rows, are_new, B_ptr, B_t, one_tile, one_head, N, BLOCK_N)
+        if keep:
+            _keep(ring[0], at, x, p, new, P)
+
+
+@triton.jit
+def _answer_window(
+    entries, at, answered, ready, beyond, before, drop, keep, state, ring, tokens, strides,
+    limits, order_idx, A_at, D_at, noise, position, p0, held, on, y_ptr, y_t, one_tile, one_head,
+    P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLICE_P: tl.constexpr, AHEAD: tl.constexpr, DRAFTS: tl.constexpr,
+    UPDATE: tl.constexpr,
+):  # fmt: skip
+    """Outputs of the tokens answered from a window of `entries`.
+
+    The state is the stored one or, `beyond`, that behind the window `before`, position being that
+    window's last. ready: true, but not for the compiler. AHEAD: the first slice of the state is on
+    its way while the window is worked out. keep: whether new entries go to the ring, at `at`."""
+    row, _, new = entries
+    x_t, _, B_t, _ = strides
+    here = (entries, at, state, ring, tokens, x_t, on)
+    window = _load_window(
+        ring,
+        at,
+        entries,
+        answered,
+        tokens,
+        strides,
+        limits,
+        A_at,
+        D_at,
+        on,
+        state[0],
+        N,
+        BLOCK_N,
+        DRAFTS,
+    )
+    first = None
+    if AHEAD:
+        first = _load_slice(p0 + tl.arange(0, SLICE_P), *here, P, N, BLOCK_N)
+    # The compiler would put off what is loaded until it is needed, a wait for each: loads stay in
+    # front of a barrier, and what needs them behind a branch.
+    tl.debug_barrier()
+    if ready:
+        step, answer = _window(window, entries, answered, tokens, limits, state[0])
+        behind = (order_idx, A_at, noise, held)
+        out = (y_ptr, y_t, keep)
+        if DRAFTS:
+            if beyond:
+                _answer_beyond(
+                    *here, answer, before, drop, strides, limits, *behind, position, p0, *out,
+                    P, N, L, BLOCK_P, BLOCK_N, UPDATE,
+                )  # fmt: skip
+            else:
+                _answer_slices(
+                    first, *here, answer, *behind, position - L, p0, *out,
+                    P, N, L, BLOCK_P, BLOCK_N, SLICE_P, AHEAD, DRAFTS, UPDATE,
+                )  # fmt: skip
+        else:
+            _answer_slices(
+                first, *here, answer, *behind, position - L, p0, *out,
+                P, N, L, BLOCK_P, BLOCK_N, SLICE_P, AHEAD, DRAFTS, UPDATE,
+            )  # fmt: skip
+        if keep:
+            _keep_steps(ring, at, step, row, new, tokens[2], B_t, one_tile, one_head, N, BLOCK_N)
 
 
 @triton.jit
@@ -177,56 +245,56 @@ def _replay_chain(
     H, heads_per_group, low, high, layer,
     P: tl.constexpr, N: tl.constexpr, R: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-    DRAFTS: tl.constexpr, UPDATE: tl.constexpr, SLICE_P: tl.constexpr, FETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, UPDATE: tl.constexpr, SLICE_P: tl.constexpr, AHEAD: tl.constexpr,
+    FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Up to BLOCK_T tokens a sequence, each behind the one before it; DRAFTS: more than one."""
-    s, head, p0, A, D, bias = _program(A_ptr, D_ptr, bias_ptr, H, P, BLOCK_P)
+    s, head, p0, A_at, D_at, bias_at = _program(A_ptr, D_ptr, bias_ptr, H, P, BLOCK_P)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    order_idx += s * R
+    order = _order(order_idx, R, L)
     found, ring, tokens = _begin(
         s, head, head // heads_per_group, x_ptr, dt_ptr, B_ptr, C_ptr, x_ring, dt_ring, B_ring,
         seeds_ptr, lengths_idx, cu_idx, slots_idx, counts_idx,
         x_t, x_h, dt_t, B_t, B_g, C_t, C_g, x_slot, dt_slot, B_slot, P, N, R,
     )  # fmt: skip
     start, count, slot, on, held, position = found
-    limits, strides = (bias, low, high), (x_t, dt_t, B_t, C_t)
+    limits, strides = (bias_at, low, high), (x_t, dt_t, B_t, C_t)
     noise, last = (seeds_ptr, s, layer, head * P), position + (L - 1)  # of the first window
     if scales_ptr is not None:
         scales_ptr += slot * scales_slot + head * P
     state = (state_ptr + slot * state_slot + head * P * N, scales_ptr)
-    y_ptr, y_t, order_idx = y_ptr + (start * H + head) * P, H * P, order_idx + s * R
-    j, one_tile, one_head = tl.arange(0, L), p0 == 0, (p0 == 0) & (head % heads_per_group == 0)
+    y_ptr, y_t = y_ptr + (start * H + head) * P, H * P
+    j, t = tl.arange(0, L), tl.arange(0, BLOCK_T)
+    one_tile, one_head = p0 == 0, (p0 == 0) & (head % heads_per_group == 0)
     if FETCH:
-        _fetch(state[0] + p0 * N, ring[1], slot, tl.minimum(P - p0, BLOCK_P), N, R, BLOCK_P)
+        _fetch(state[0] + p0 * N, ring[1], on, tl.minimum(P - p0, BLOCK_P), N, R, BLOCK_P)
     drop = _settled(
-        state, ring, order_idx, A, noise, last, p0, held, P, N, L, BLOCK_P, BLOCK_N, UPDATE
+        state, ring, order_idx, A_at, noise, last, p0, held, P, N, L, BLOCK_P, BLOCK_N, UPDATE
     )
     kept = held - drop
-    h, scale = None, None
-    if UPDATE and not SLICE_P:
-        h, scale = _stored_in_order(state, p0 + tl.arange(0, BLOCK_P), on, P, N, BLOCK_N)
-    t, row, old = tl.arange(0, BLOCK_T), j - kept, j < kept
-    new = (j >= kept) & (row < count) & on
-    at = tl.load(order_idx + drop + j, mask=(old | (row < count)) & on, other=0).to(tl.int64)
-    entries, answered = (row, old, new), (t, kept + t, (t < count) & (kept + t < L))
-    if FETCH:
-        prefetch(_places(ring[0], at, tokens[0], tl.where(new, row, 0), x_t, old, P) + p0)
-    step, answer = _window(ring, at, entries, answered, tokens, strides, limits, A, D, on,
-                           state_ptr, N, BLOCK_N, DRAFTS)  # fmt: skip
-    if UPDATE:
-        _answers(h, scale, entries, answer, state, ring, at, tokens, x_t, p0, on, y_ptr, y_t,
-                 P, N, BLOCK_P, BLOCK_N, SLICE_P, DRAFTS)  # fmt: skip
-        _keep_steps(ring, at, step, row, new, tokens[2], B_t, one_tile, one_head, N, BLOCK_N)
-    else:
-        _trial(entries, answer, state, ring, at, tokens, strides, order_idx, A, noise, last, p0,
-               held, on, y_ptr, y_t, P, N, L, BLOCK_P, BLOCK_N)  # fmt: skip
-    if DRAFTS:  # noqa: SIM102
-        if kept + count > L:
-            first = L - kept  # of the tokens beyond the border
-            row, new = first + j, (first + j < count) & on
-            theirs, answered = (row, j < 0, new), (first + t, t, first + t < count)
-            place = tl.load(order_idx + drop + L + j, mask=new, other=0).to(tl.int64)
-            _beyond(entries, step, theirs, answered, state, ring, at, place if UPDATE else None,
-                    tokens, strides, limits, order_idx, A, D, noise, last + drop, p0, held, on,
-                    y_ptr, y_t, one_tile, one_head, P, N, L, BLOCK_P, BLOCK_N, UPDATE)  # fmt: skip
+    places = tl.where(drop > 0, order[1], order[0])
+    windows = 1
+    if DRAFTS:  # those behind a border are answered from a second one
+        windows = tl.where(kept + count > L, 2, 1)
+    for w in tl.range(0, windows, disable_licm=True):
+        entry = w * L + j
+        row, old = entry - kept, entry < kept
+        new = (entry >= kept) & (row < count) & on
+        at = tl.where(old | new, places, 0).to(tl.int64)
+        if FETCH:
+            prefetch(_places(ring[0], at, tokens[0], tl.where(new, row, 0), x_t, old, P) + p0)
+        place = kept + t - w * L
+        answered = (t, place, (t < count) & (place >= 0) & (place < L))
+        before = (row - L, entry < kept + L, entry >= kept + L)
+        _answer_window(
+            (row, old, new), at, answered, count + w >= 0, w > 0, before, drop, UPDATE, state,
+            ring, tokens, strides, limits, order_idx, A_at, D_at, noise, last + drop, p0, held, on,
+            y_ptr, y_t, one_tile, one_head,
+            P, N, L, BLOCK_P, BLOCK_N, SLICE_P, AHEAD, DRAFTS, UPDATE,
+        )  # fmt: skip
+        if DRAFTS:
+            there = drop + entry + L
+            more = (w + 1 < windows) & (there < R)
+            places = tl.load(order_idx + there, mask=more, other=0).to(tl.int64).to(tl.int32)

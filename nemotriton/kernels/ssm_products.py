@@ -30,12 +30,11 @@ def k_order(rows, like):
 
 
 @triton.jit
-def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, like, FULL: tl.constexpr):
-    """`width` numbers from each pointer of `at` [R] on, [R, BLOCK_N] in `k_order`; zeros where not
-    `wanted` [R] and beyond width. FULL: width is BLOCK_N or more."""
+def load_tiles(at, wanted, width, BLOCK_N: tl.constexpr, like, FULL: tl.constexpr):
+    """`width` numbers from each pointer of `at` [R] on, as they come, [BLOCK_N / WIDE, R, WIDE];
+    zeros where not `wanted` [R] and beyond width. FULL: width is BLOCK_N or more."""
     VECTOR: tl.constexpr = 4 if like.dtype.element_ty == tl.float32 else 8
     WIDE: tl.constexpr = 4 * VECTOR if 4 * VECTOR < BLOCK_N else BLOCK_N
-    R: tl.constexpr = at.shape[0]
     c, i = tl.arange(0, BLOCK_N // WIDE), tl.arange(0, WIDE)
     n = c[:, None, None] * WIDE + i[None, None, :]
     mask = wanted[None, :, None]
@@ -43,8 +42,43 @@ def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, like, FULL: tl.constexpr
         mask = mask & (n < width)
     # hints: a lane's vector, so that four lanes share a row of a block; the other lanes take other
     # rows rather than blocks, as in a fragment (the 2 ranks these dimensions, it says no more)
-    rows = tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 2, VECTOR]), mask=mask, other=0)
-    return k_order(tl.reshape(tl.permute(rows, (1, 0, 2)), [R, BLOCK_N]), like)
+    return tl.load(tl.max_contiguous(at[None, :, None] + n, [1, 2, VECTOR]), mask=mask, other=0)
+
+
+@triton.jit
+def in_order(tiles, like):
+    """What `load_tiles` gave as rows [R, BLOCK_N] in `k_order`."""
+    C: tl.constexpr = tiles.shape[0]
+    R: tl.constexpr = tiles.shape[1]
+    WIDE: tl.constexpr = tiles.shape[2]
+    return k_order(tl.reshape(tl.permute(tiles, (1, 0, 2)), [R, C * WIDE]), like)
+
+
+@triton.jit
+def load_rows(at, wanted, width, BLOCK_N: tl.constexpr, like, FULL: tl.constexpr):
+    """Both: rows [R, BLOCK_N] in `k_order`."""
+    return in_order(load_tiles(at, wanted, width, BLOCK_N, like, FULL), like)
+
+
+@triton.jit
+def store_rows(at, rows, wanted, width, like, FULL: tl.constexpr):
+    """Write rows [R, BLOCK_N], whose columns stand in `k_order`, to `width` numbers from each
+    pointer of `at` [R] on, where `wanted` [R]: the way back of `load_rows`, lane by lane."""
+    VECTOR: tl.constexpr = 4 if like.dtype.element_ty == tl.float32 else 8
+    TAKEN: tl.constexpr = 4 if like.dtype.element_ty == tl.int8 else 2
+    R: tl.constexpr = rows.shape[0]
+    BLOCK_N: tl.constexpr = rows.shape[1]
+    WIDE: tl.constexpr = 4 * VECTOR if 4 * VECTOR < BLOCK_N else BLOCK_N
+    C: tl.constexpr = BLOCK_N // WIDE
+    c, i = tl.arange(0, C), tl.arange(0, WIDE)
+    n = c[:, None, None] * WIDE + i[None, None, :]
+    mask = wanted[None, :, None]
+    if not FULL:
+        mask = mask & (n < width)
+    parts = tl.reshape(rows, [R, C, WIDE // (4 * TAKEN), 4, TAKEN])
+    rows = tl.reshape(tl.permute(parts, (0, 1, 3, 2, 4)), [R, C, WIDE])
+    to = tl.max_contiguous(at[None, :, None] + n, [1, 2, VECTOR])
+    tl.store(to, tl.permute(rows, (1, 0, 2)), mask=mask)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ have more than `interval` tokens.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ from nemotriton.kernels.op import (
     Case,
     Cost,
     KernelSpec,
+    Tile,
     acc_dtype,
     cdiv,
     launch,
@@ -222,18 +224,26 @@ def ssm_replay(
     pools = (state, scales, x_ring, dt_ring, B_ring)
     strides = (*tokens, *(0 if pool is None else pool.stride(0) for pool in pools))
     rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), layer, P, N, R, interval)
-    pdl = dependent(x)
-    meta = {"BLOCK_N": max(next_pow2(N), 16), "BLOCK_T": max(next_pow2(max_new), 8), **tile}
-    # what is one instruction in one form of the kernel and two in another would round otherwise
-    meta |= {"UPDATE": update, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    meta = _meta(tile, x, state, max_new) | {"UPDATE": update}
+    meta["AHEAD"] &= update
     if parents is None:
-        operands = (*tensors, *indices, *strides, *rest)
-        meta = {"SLICE_P": 0, "DRAFTS": max_new > 1} | meta
-        meta["FETCH"] = bool(meta["SLICE_P"]) and target(x.device) > 0
-        launch(_replay_chain, grid, *operands, **meta)
+        launch(_replay_chain, grid, *tensors, *indices, *strides, *rest, DRAFTS=max_new > 1, **meta)
     else:
         launch(_replay_tree, grid, *tensors, *indices, parents, *strides, *rest, **meta)
     return y
+
+
+def _meta(tile: Tile, x: torch.Tensor, state: torch.Tensor, max_new: int) -> dict[str, Any]:
+    """Constants and launch options of both kernels."""
+    meta: dict[str, Any] = {"SLICE_P": 0, "AHEAD": False, "FETCH": False, **tile}
+    meta["SLICE_P"] = meta["SLICE_P"] or meta["BLOCK_P"]
+    meta["FETCH"] = bool(meta["FETCH"]) and target(x.device) > 0
+    # what a loop hands on is no longer known to have been bytes, which products take otherwise
+    meta["AHEAD"] = bool(meta["AHEAD"]) and state.dtype != torch.int8
+    N, pdl = state.shape[-1], dependent(x)
+    sizes = {"BLOCK_N": max(next_pow2(N), 16), "BLOCK_T": max(next_pow2(max_new), 8)}
+    # what is one instruction in one form of the kernel and two in another would round otherwise
+    return meta | sizes | {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
 
 
 def _check_interval(interval: int, max_new: int, R: int, parents: torch.Tensor | None) -> None:

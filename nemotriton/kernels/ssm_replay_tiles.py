@@ -1,68 +1,89 @@
-"""Tiles of `ssm_replay`: defaults, as raced on an H200, and the space that a sweep measures."""
+"""Tiles of `ssm_replay`: defaults, as raced on an H200, and the space that a sweep measures.
 
-from nemotriton.kernels.op import Case, Tile, next_pow2, on_hopper
-from nemotriton.kernels.shared_memory import LARGE, most_shared
+BLOCK_P   rows of a head's state in a program
+SLICE_P   of which so many are in registers at a time; 0: all
+AHEAD     the first slice is on its way while the window is worked out, every other one while
+          that before it is computed; not for int8
+FETCH     a program brings its state into L2 before it needs it
+maxnreg   with few registers a thread more programs wait for memory at a time: 128 and 168 are
+          four and three warps a scheduler
+"""
 
-# sequences that leave too few programs for slices
-_FEW = {"fp16": 0, "fp32": 1, "bf16": 16, "int8": 16}
+from nemotriton.kernels.op import Case, Tile, cdiv, next_pow2, on_hopper
 
 
 def replay_default(case: Case, tokens: int) -> Tile:
-    """A warp a program, whose rows fill its registers; few rows for few sequences; more warps where
-    rows are rounded whole. Slices where there are programs enough to fill a GPU."""
-    rows, warps = 64 if case.STATE in ("bf16", "int8") else 32, 1
+    """A warp a program, more where rows are rounded whole; few rows for few sequences, then
+    slices of a head's state."""
+    sequences, verify = cdiv(tokens, case.NEW), case.NEW > 1
     if case.STATE in ("fp16-sr", "int16"):
-        few = (case.STATE == "fp16-sr") == (case.NEW == 1)  # registers are left
-        rows, warps = 32 if few or case.TREE else 64, 2
-        if case.TREE and case.STATE == "fp16-sr":
-            rows = 16
-    elif case.STATE == "fp16" and case.NEW > 1:
-        rows, warps = 64, 2
-    elif case.TREE:
-        rows = 32
-    elif case.P > 16 and case.STATE in _FEW and tokens > case.NEW * _FEW[case.STATE]:
-        own = case.STATE == "fp32" and case.NEW == 1 and on_hopper()
-        return _limited(case) if own else _sliced(case)
-    elif tokens <= case.NEW:
-        rows = 16
-    elif case.STATE == "int8" and case.NEW > 1 and most_shared() < LARGE:
-        rows = 32  # sm_120's code for 64 needs a few registers more than there are
-    elif case.STATE == "bf16" and tokens <= 16 * case.NEW:
-        rows = 32
-    return Tile(BLOCK_P=min(rows, max(next_pow2(case.P), 16)), num_warps=warps, num_stages=1)
-
-
-def _sliced(case: Case) -> Tile:
-    """16 rows of the state in registers at a time; a limit on registers brings more programs, as
-    long as nothing is spilled."""
-    tile = _slices(case)
+        return _rounded_whole(case)
+    if case.STATE == "int8":
+        warps = 2 if verify else 1
+        if sequences <= 4 or case.P <= 16:
+            return _whole(case, 16, warps)
+        return _sliced(case, 64, warps, registers=0 if verify else _limit(168))
+    if sequences <= 1 or case.P <= 16:
+        return _whole(case, 16, ahead=True)
     if case.STATE == "bf16":
-        return tile.but(maxnreg=168 if case.NEW == 1 else 184)
-    return tile.but(maxnreg=184) if (case.STATE, case.NEW) == ("int8", 1) and on_hopper() else tile
+        return _exact(case, sequences)
+    if case.TREE:
+        return _sliced(case, 32)
+    if case.NEW == 1 or sequences <= 8:
+        return _whole(case, 32)
+    return _sliced(case, 32, ahead=on_hopper())
 
 
-def _slices(case: Case) -> Tile:
-    return Tile(BLOCK_P=min(next_pow2(case.P), 64), SLICE_P=16, num_warps=1, num_stages=1)
+def _exact(case: Case, sequences: int) -> Tile:
+    """States of bf16 are operands as they are."""
+    if case.TREE or (case.NEW > 1 and sequences > 4):
+        return _sliced(case, 64, registers=_limit(184 if case.TREE else 168))
+    if case.NEW > 1:
+        return _whole(case, 32)
+    if sequences <= 4:
+        return _whole(case, 16, ahead=True)
+    if sequences > 128:
+        return _sliced(case, 64, registers=_limit(128))
+    tile = _whole(case, 32, ahead=True)
+    return tile.but(maxnreg=168) if on_hopper() else tile
 
 
-def _limited(case: Case) -> Tile:
-    """Half a head's rows, in as few registers as do not spill: fp32 states fill L2 too soon for
-    more to be under way."""
-    rows = min(next_pow2(case.P), 32)
-    return Tile(BLOCK_P=rows, num_warps=1, num_stages=1, maxnreg=168)
+def _limit(registers: int) -> int:
+    """Counted on Hopper; elsewhere the compiler may need a few more."""
+    return registers if on_hopper() else 0
+
+
+def _rounded_whole(case: Case) -> Tile:
+    if case.TREE and case.STATE == "fp16-sr":
+        return _whole(case, 16, warps=2)
+    few = (case.STATE == "fp16-sr") == (case.NEW == 1)  # registers are left
+    wide = not (few or case.TREE) and (on_hopper() or case.STATE == "int16")
+    return _whole(case, 64 if wide else 32, warps=2)
+
+
+def _whole(case: Case, rows: int, warps: int = 1, ahead: bool = False) -> Tile:
+    size = min(rows, max(next_pow2(case.P), 16))
+    return Tile(BLOCK_P=size, AHEAD=ahead, num_warps=warps, num_stages=1)
+
+
+def _sliced(case: Case, rows: int, warps: int = 1, ahead: bool = False, registers: int = 0) -> Tile:
+    size = min(rows, next_pow2(case.P))
+    tile = Tile(BLOCK_P=size, SLICE_P=16, AHEAD=ahead, FETCH=True, num_warps=warps, num_stages=1)
+    return tile.but(maxnreg=registers) if registers else tile
 
 
 def replay_tiles(case: Case) -> list[Tile]:
-    """With few registers a thread (maxnreg) more programs wait for memory at a time; so they do
-    where a program has few rows of the state in registers at a time (SLICE_P)."""
-    found = [
-        Tile(BLOCK_P=p, num_warps=w, num_stages=1)
-        for p, w in ((16, 1), (32, 1), (64, 1), (16, 2), (32, 2), (64, 2))
-        if p <= max(next_pow2(case.P), 16)
-    ]
-    if case.STATE in ("bf16", "fp32") and case.NEW == 1 and case.P > 16:
-        tile = _limited(case)
-        found.append(tile.but(maxnreg=128) if case.STATE == "bf16" else tile)
-    if not case.TREE and case.P > 16:
-        found += [_slices(case), *(_slices(case).but(maxnreg=r) for r in (128, 168, 184))]
+    """All of them that a sweep measures."""
+    ahead = (False,) if case.STATE == "int8" else (False, True)
+    found = [_whole(case, rows, warps) for rows in (16, 32, 64) for warps in (1, 2)]
+    found += [_whole(case, rows, 1, True) for rows in (16, 32) if True in ahead]
+    if case.P > 16:
+        found += [tile.but(maxnreg=168) for tile in found if tile["BLOCK_P"] == 32]
+        found += [_sliced(case, 64, warps=2)] if case.STATE == "int8" else []
+        found += [
+            _sliced(case, rows, ahead=early, registers=registers)
+            for rows in (32, 64)
+            for early in ahead
+            for registers in (0, 128, 168)
+        ]
     return list(dict.fromkeys(found))

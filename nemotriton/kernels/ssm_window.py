@@ -17,11 +17,15 @@ in one launch, and of a state each program touches its own part alone.
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.ssm_products import (
+    in_order,
     joined,
     k_order,
     load_rows,
+    load_tiles,
     read_state,
+    store_rows,
     times,
     weighted,
 )
@@ -53,6 +57,15 @@ def _sequence(s, cu_idx, slots_idx, counts_idx, seeds_ptr, lengths_idx):
 
 
 @triton.jit
+def _order(order_idx, R: tl.constexpr, L: tl.constexpr):
+    """The places of a ring's first entries and of those behind its first border, [L] each."""
+    j = tl.arange(0, L)
+    first = tl.load(order_idx + j).to(tl.int64)
+    second = tl.load(order_idx + L + j, mask=L + j < R, other=0).to(tl.int64)
+    return first.to(tl.int32), second.to(tl.int32)  # half the registers until they are needed
+
+
+@triton.jit
 def _scale(scales_ptr, p, wanted):
     scale = tl.full((), 1.0, tl.float32)
     if scales_ptr is not None:
@@ -71,11 +84,11 @@ def _stored(state, p, n, on, P: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _stored_in_order(state, p, on, P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The same with columns in the order of products."""
+def _stored_tiles(state, p, on, P: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The same in `load_tiles`' form, of which `in_order` makes rows for products."""
     state_ptr, scales_ptr = state
     wanted = on & (p < P)
-    h = load_rows(state_ptr + p * N, wanted, N, BLOCK_N, state_ptr, N == BLOCK_N)
+    h = load_tiles(state_ptr + p * N, wanted, N, BLOCK_N, state_ptr, N == BLOCK_N)
     return h, _scale(scales_ptr, p, wanted)
 
 
@@ -101,24 +114,25 @@ def _entries(ring, at, new_ptr, row, stride, c, old, new, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _for_state(C, C_at, wanted, B_ptr, state_ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    """C [T, N] in the order of products with the state, given that of products with B."""
-    STATE: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth
-    if B_ptr.dtype.element_ty.primitive_bitwidth != STATE:
-        C = load_rows(C_at, wanted, N, BLOCK_N, state_ptr, N == BLOCK_N)
-    return C
+def _load_steps(
+    ring, at, dt_ptr, row, stride, old, new, limits, on, DRAFTS: tl.constexpr
+):  # fmt: skip
+    """What `_steps` makes step sizes of: those in the ring [L], dt of new entries, and the bias."""
+    held = tl.load(ring + at, mask=old, other=0.0)
+    if DRAFTS:
+        dt = tl.load(dt_ptr + row * stride, mask=new, other=0.0)
+    else:
+        dt = tl.load(dt_ptr, mask=on, other=0.0)
+    return held, dt, tl.load(limits[0])
 
 
 @triton.jit
-def _steps(ring, at, dt_ptr, row, stride, old, new, limits, on, DRAFTS: tl.constexpr):
+def _steps(loaded, old, new, limits):
     """Step sizes of entries [L], which the ring holds ready; zeros where there is none."""
-    bias, low, high = limits
-    held = tl.load(ring + at, mask=old, other=0.0)
-    if DRAFTS:
-        dt = tl.load(dt_ptr + row * stride, mask=new, other=0.0).to(tl.float32)
-    else:
-        dt = tl.load(dt_ptr, mask=on, other=0.0).to(tl.float32)
-    return tl.where(old, held, tl.where(new, step_size(dt, bias, low, high), 0.0))
+    _, low, high = limits
+    held, dt, bias = loaded
+    fresh = step_size(dt.to(tl.float32), bias.to(tl.float32), low, high)
+    return tl.where(old, held, tl.where(new, fresh, 0.0))
 
 
 @triton.jit
@@ -140,6 +154,15 @@ def _keep_steps(
         _keep(ring[2], at, _rows(B_ptr, row, B_t, n, new, N), n, new, N)
 
 
+@triton.jit
+def _fetch(state_ptr, dt_ring, on, rows, N: tl.constexpr, R: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Bring `rows` of a stored state near, and the step sizes that a head's ring holds."""
+    LINE: tl.constexpr = 1024 // state_ptr.dtype.element_ty.primitive_bitwidth
+    if on:
+        prefetch(state_ptr + tl.minimum(tl.arange(0, BLOCK_P * N // LINE) * LINE, rows * N - 1))
+        prefetch(dt_ring + tl.arange(0, 2) * (R - 1))
+
+
 # ----------------------------------------------------------------------------- states and outputs
 @triton.jit
 def _decay(step, A):
@@ -155,9 +178,9 @@ def _left(decay):
 
 
 @triton.jit
-def _inflow(step, A):
+def _inflow(step, A_at):
     """How much of each entry of a full window is left behind it [L], and of the state before."""
-    decay = _decay(step, A)
+    decay = _decay(step, tl.load(A_at).to(tl.float32))
     all = tl.sum(decay, 0)
     return step * _left(all - tl.cumsum(decay, 0)), _left(all)
 
@@ -216,73 +239,89 @@ def _put(y, y_ptr, row, stride, p, wanted, P: tl.constexpr):
 
 
 @triton.jit
-def _load_part(
-    k, state, x_ring, at, p0, rows, P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+def _advance(tiles, x, inflow, left, B_at, entered, state, width, FULL: tl.constexpr):
+    """Columns of rows of the state behind a full window, rounded as it is stored, in the order of
+    products, as they lie in registers.
+
+    tiles: what `load_tiles` gave of the state before; x [L, P]; B_at [L] where B's columns begin,
+    `width` of them, of entries that there are (`entered` [L])."""
+    h = in_order(tiles, state[0])
+    B = load_rows(B_at, entered, width, h.shape[1], state[0], FULL)
+    added = times(tl.trans(x.to(tl.float32) * inflow[:, None]), B)
+    h, _ = round_state(tl.fma(h.to(tl.float32), left, added), state[0], None, None)
+    return h
+
+
+@triton.jit
+def _part(
+    state_ptr, p0, rows, k, N: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Part k of a state, SLICE rows by COLUMNS, and x of the ring's entries `at`."""
-    p = p0 + k // PARTS * SLICE + tl.arange(0, SLICE)
-    n = k % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-    inside = k // PARTS * SLICE < rows
-    h, scale = _stored(state, p, n, inside, P, N)
-    return h, scale, _rows(x_ring, at, P, p, inside & (tl.arange(0, L) >= 0), P)
+    """Part k of rows p0 .. p0 + rows of a state: SLICE rows, BLOCK_N / PARTS columns."""
+    COLUMNS: tl.constexpr = BLOCK_N // PARTS
+    i, first = tl.arange(0, SLICE) + k // PARTS * SLICE, k % PARTS * COLUMNS
+    at = state_ptr + (p0 + i) * N + first
+    return load_tiles(at, i < rows, N - first, COLUMNS, state_ptr, N == BLOCK_N)
 
 
 @triton.jit
 def _store_border(
-    state, ring, order_idx, A, noise, position, p0,
+    state, ring, order_idx, A_at, noise, position, p0,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store the state behind the ring's first L entries, a part at a time, in place.
-
-    A next part of few columns is on its way while one is computed."""
+    """Store the state behind the ring's first L entries, SLICE rows at a time, in place."""
     state_ptr, scales_ptr = state
     x_ring, dt_ring, B_ring = ring
-    # what rounds by the row takes whole ones; else few columns, for the registers
-    WHOLE: tl.constexpr = scales_ptr is not None or noise[0] is not None or BLOCK_N < 64
-    FEW: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 2
-    PARTS: tl.constexpr = 1 if WHOLE else FEW
+    IN_ORDER: tl.constexpr = (scales_ptr is None) and (noise[0] is None) and (BLOCK_N >= 64)
+    PARTS: tl.constexpr = 4 if state_ptr.dtype.element_ty == tl.float32 else 2
     COLUMNS: tl.constexpr = BLOCK_N // PARTS
-    j = tl.arange(0, L)
+    j, n = tl.arange(0, L), tl.arange(0, BLOCK_N)
     at = tl.load(order_idx + j).to(tl.int64)
-    inflow, left = _inflow(tl.load(dt_ring + at), A)
+    inflow, left = _inflow(tl.load(dt_ring + at), A_at)
     rows = tl.minimum(P - p0, BLOCK_P)
-    h, scale, x = _load_part(0, state, x_ring, at, p0, rows, P, N, L, PARTS, COLUMNS)
-    for k in range((rows + SLICE - 1) // SLICE * PARTS):
-        if not WHOLE:
-            next_h, next_scale, next_x = _load_part(
-                k + 1, state, x_ring, at, p0, rows, P, N, L, PARTS, COLUMNS
-            )
-        p = p0 + k // PARTS * SLICE + tl.arange(0, SLICE)
-        n = k % PARTS * COLUMNS + tl.arange(0, COLUMNS)
-        B = _rows(B_ring, at, N, n, j >= 0, N)
-        h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
-        h_at, in_p = state_ptr + p[:, None] * N + n[None, :], p < P
-        store_state(h, scale, h_at, scales_ptr, p, in_p[:, None] & (n < N)[None, :], in_p)
-        if WHOLE:
-            h, scale, x = _load_part(k + 1, state, x_ring, at, p0, rows, P, N, L, PARTS, COLUMNS)
-        else:
-            h, scale, x = next_h, next_scale, next_x
+    if IN_ORDER:
+        tiles = _part(state_ptr, p0, rows, 0, N, BLOCK_N, PARTS)
+        for k in range((rows + SLICE - 1) // SLICE * PARTS):
+            # the next part is on its way while one is computed
+            next_tiles = _part(state_ptr, p0, rows, k + 1, N, BLOCK_N, PARTS)
+            p, first = p0 + k // PARTS * SLICE + tl.arange(0, SLICE), k % PARTS * COLUMNS
+            x = _rows(x_ring, at, P, p, j >= 0, P)
+            h = _advance(tiles, x, inflow, left, B_ring + at * N + first, j >= 0, state, N - first,
+                         N == BLOCK_N)  # fmt: skip
+            to = state_ptr + p * N + first
+            store_rows(to, h, p < P, N - first, state_ptr, N == BLOCK_N)
+            tiles = next_tiles
+    else:
+        for i in range(0, rows, SLICE):
+            p = p0 + i + tl.arange(0, SLICE)
+            in_p = p < P
+            x = _rows(x_ring, at, P, p, j >= 0, P)
+            h, scale = _stored(state, p, n, in_p, P, N)
+            B = _rows(B_ring, at, N, n, j >= 0, N)
+            h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
+            h_at = state_ptr + p[:, None] * N + n[None, :]
+            store_state(h, scale, h_at, scales_ptr, p, in_p[:, None] & (n < N)[None, :], in_p)
     tl.debug_barrier()  # what other threads have written is read next
 
 
 @triton.jit
 def _settled(
-    state, ring, order_idx, A, noise, position, p0, held,
+    state, ring, order_idx, A_at, noise, position, p0, held,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
     """How many entries of the ring lie behind a border; the state there is stored if UPDATE."""
     if UPDATE:  # noqa: SIM102 (a constant)
         if held >= L:
-            _store_border(state, ring, order_idx, A, noise, position, p0, P, N, L, BLOCK_P, BLOCK_N)
+            _store_border(
+                state, ring, order_idx, A_at, noise, position, p0, P, N, L, BLOCK_P, BLOCK_N
+            )
     return tl.where(held >= L, L, 0)
 
 
 @triton.jit
 def _behind_ring(
-    h, scale, state, ring, order_idx, A, noise, position, p, n, held,
+    h, scale, state, ring, order_idx, A_at, noise, position, p, n, held,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Columns n of a stored state (h, scale), or what would be stored behind the ring's first L
@@ -292,7 +331,7 @@ def _behind_ring(
         x_ring, dt_ring, B_ring = ring
         j = tl.arange(0, L)
         at = tl.load(order_idx + j).to(tl.int64)
-        inflow, left = _inflow(tl.load(dt_ring + at), A)
+        inflow, left = _inflow(tl.load(dt_ring + at), A_at)
         x, B = _rows(x_ring, at, P, p, j >= 0, P), _rows(B_ring, at, N, n, j >= 0, N)
         h, scale = _fold(h, scale, x, inflow, left, B, state, noise, position, p, N, BLOCK_N)
     if loaded.dtype == tl.int8:
@@ -303,12 +342,11 @@ def _behind_ring(
 
 @triton.jit
 def _program(A_ptr, D_ptr, bias_ptr, H, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Sequence, head and first row within it that the program is for; A, D and bias of the head."""
+    """Sequence, head and first row within it that the program is for; where A, D and bias lie."""
     pid = tl.program_id(0).to(tl.int64)
     tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     p0, head, s = (pid % tiles * BLOCK_P).to(tl.int32), pid // tiles % H, pid // tiles // H
-    A, D = tl.load(A_ptr + head).to(tl.float32), tl.load(D_ptr + head).to(tl.float32)
-    return s, head, p0, A, D, tl.load(bias_ptr + head).to(tl.float32)
+    return s, head, p0, A_ptr + head, D_ptr + head, bias_ptr + head
 
 
 @triton.jit
@@ -330,35 +368,47 @@ def _begin(
 
 @triton.jit
 def _read_border(
-    state, ring, order_idx, A, noise, position, p, held, on, x, inflow, outflow, entries, at,
-    B_ptr, B_t, C_at, answered,
+    state, ring, order_idx, A_at, noise, position, p, held, on, inflow, outflow, entries, at,
+    tokens, strides, token, answered,
     P: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
     UPDATE: tl.constexpr,
 ):  # fmt: skip
     """h C^T [P, T] for the state of the border behind a window, rounded as it would be stored.
 
-    x [L, P] and `entries` are the window's, C_at [T] where the rows of C begin that it answers."""
-    WHOLE: tl.constexpr = state[1] is not None or noise[0] is not None or BLOCK_N < 64
+    `entries` are the window's, token [T] those that are answered."""
+    IN_ORDER: tl.constexpr = (
+        UPDATE and (state[1] is None) and (noise[0] is None) and (BLOCK_N >= 64)
+    )
     FEW: tl.constexpr = 4 if state[0].dtype.element_ty == tl.float32 else 2
-    PARTS: tl.constexpr = 1 if WHOLE or x.dtype != tl.bfloat16 else FEW
+    PARTS: tl.constexpr = FEW if IN_ORDER else 1
     COLUMNS: tl.constexpr = BLOCK_N // PARTS
     row, old, new = entries
-    high = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
-    low = tl.zeros([p.shape[0], C_at.shape[0]], tl.float32)
+    x_ptr, _, B_ptr, C_ptr = tokens
+    x_t, _, B_t, C_t = strides
+    x, C_at = _entries(ring[0], at, x_ptr, row, x_t, p, old, new, P), C_ptr + token * C_t
+    high = tl.zeros([p.shape[0], token.shape[0]], tl.float32)
+    low = tl.zeros([p.shape[0], token.shape[0]], tl.float32)
     scale = _scale(state[1], p, on & (p < P))
+    B_at = _places(ring[2], at, B_ptr, row, B_t, old, N)
     for part in range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        h, scale = _stored(state, p, n, on, P, N)
-        if not UPDATE:
-            h, scale = _behind_ring(
-                h, scale, state, ring, order_idx, A, noise, position - L, p, n, held,
-                P, N, L, BLOCK_N,
-            )  # fmt: skip
-        B = _entries(ring[2], at, B_ptr, row, B_t, n, old, new, N)
-        h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
-        C = load_rows(
-            C_at + part * COLUMNS, answered & on, N - part * COLUMNS, COLUMNS, state[0],
-            N == BLOCK_N,
-        )  # fmt: skip
-        high, low = read_state(k_order(h, state[0]), C, high, low)
+        first = part * COLUMNS
+        if IN_ORDER:
+            tiles = load_tiles(
+                state[0] + p * N + first, on & (p < P), N - first, COLUMNS, state[0], N == BLOCK_N
+            )
+            h = _advance(tiles, x, inflow, outflow, B_at + first, old | new, state, N - first,
+                         N == BLOCK_N)  # fmt: skip
+        else:
+            n = tl.arange(0, BLOCK_N)
+            h, scale = _stored(state, p, n, on, P, N)
+            if not UPDATE:
+                h, scale = _behind_ring(
+                    h, scale, state, ring, order_idx, A_at, noise, position - L, p, n, held,
+                    P, N, L, BLOCK_N,
+                )  # fmt: skip
+            B = _entries(ring[2], at, B_ptr, row, B_t, n, old, new, N)
+            h, scale = _fold(h, scale, x, inflow, outflow, B, state, noise, position, p, N, BLOCK_N)
+            h = k_order(h, state[0])
+        C = load_rows(C_at + first, answered & on, N - first, COLUMNS, state[0], N == BLOCK_N)
+        high, low = read_state(h, C, high, low)
     return joined(high, low, scale, state, B_ptr)  # with scales there is one part

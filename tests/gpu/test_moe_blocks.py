@@ -7,7 +7,7 @@ import nemotriton.kernels as K
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.dependent import independent
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
-from nemotriton.kernels.moe_few import FEWEST, SHARE_EXPERT
+from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT
 from nemotriton.kernels.op import Args
 from nemotriton.model.config import ModelConfig
 from tests.gpu.sanitize import here
@@ -18,13 +18,13 @@ SHARED = SHARE_EXPERT.cases(SUPER)[0]
 EXPERTS = RUN_EXPERTS_PACKED.cases(SUPER)[0]
 
 
-@pytest.mark.parametrize("T", [2, 5, FEWEST])
+@pytest.mark.parametrize("T", [FIRST, 5, FEWEST])
 @pytest.mark.parametrize("how", checks.HOWS)
 def test_whoever_is_through_last(how: str, T: int, cuda: torch.device) -> None:
     checks.check_blocks(SHARED, T, how, cuda, calls=50)
 
 
-@pytest.mark.parametrize("T", [2, FEWEST])
+@pytest.mark.parametrize("T", [FIRST, FEWEST])
 @pytest.mark.parametrize("how", checks.HOWS)
 def test_experts_give_the_same_bits(how: str, T: int, cuda: torch.device) -> None:
     if not here(RUN_EXPERTS_PACKED, cuda):

@@ -12,7 +12,7 @@ from nemotriton.autotune import parity
 from nemotriton.engine.llm import LLM
 from nemotriton.errors import UnsupportedError
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _tile
-from nemotriton.kernels.moe_few import FEWEST, SHARE_EXPERT, find_blocks_ref
+from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT, find_blocks_ref
 from nemotriton.kernels.moe_route import Routing
 from nemotriton.kernels.op import Args, Case, Tile, use_tile
 from nemotriton.model.layers import Experts
@@ -85,7 +85,7 @@ def check_same_bits(
         assert torch.equal(y, found["pairs"]), name
 
 
-@pytest.mark.parametrize("T", [2, 7, FEWEST])
+@pytest.mark.parametrize("T", [FIRST, 7, FEWEST])
 @pytest.mark.parametrize("how", HOWS)
 def test_blocks_are_the_twins(how: str, T: int, poison: Poison) -> None:
     check_blocks(SMALL, T, how, CPU, calls=2)
@@ -106,7 +106,7 @@ def test_the_twins_blocks_are_what_they_are_said_to_be() -> None:
         assert found.block_pairs[p].tolist() == rows
 
 
-@pytest.mark.parametrize("T", [0, 1, FEWEST + 1])
+@pytest.mark.parametrize("T", [0, 1, FIRST - 1, FEWEST + 1])
 def test_no_blocks_where_none_help(T: int, poison: Poison) -> None:
     args = SHARE_EXPERT.make(SMALL, T, CPU, torch.bfloat16, parity.generator(T, CPU))
     for op in (K.share_expert.triton, K.share_expert.ref):
