@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from nemotriton.kernels.moe_few import FEWEST, FIRST, find_blocks_ref
 from nemotriton.kernels.moe_route import route_experts_ref
 from nemotriton.kernels.op import DTYPES, Args, Case
 from nemotriton.kernels.paged import attention_inputs
@@ -162,13 +163,16 @@ def attending(sequence_count: int, context: int, new: int) -> Make:
 
 
 def evenly_routed(spec_make: Make) -> Make:
-    """A spec's experts with every expert equally likely."""
+    """A spec's experts with every expert equally likely; of a few tokens with the blocks of pairs
+    that the router writes beside the shared expert (`share_expert`), as in a decode step."""
 
     def make(
         case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.Generator
     ) -> Args:
         logits = torch.randn(T, case.E, device=dev, generator=rng)
         routing = route_experts_ref(logits, None, case.K, 1, 1, True, 2.5)
+        if FIRST <= T <= FEWEST:
+            routing = find_blocks_ref(routing)
         return spec_make(case, T, dev, dtype, rng) | {"routing": routing}
 
     return make
