@@ -25,10 +25,10 @@ def replay_default(case: Case, tokens: int) -> Tile:
         return _sliced(case, 64, warps, registers=0 if verify else _limit(168))
     if sequences <= 1 or case.P <= 16:
         return _whole(case, 16, ahead=True)
+    if case.TREE:
+        return _sliced(case, 64)
     if case.STATE == "bf16":
         return _exact(case, sequences)
-    if case.TREE:
-        return _sliced(case, 32)
     if case.NEW == 1 or sequences <= 8:
         return _whole(case, 32)
     return _sliced(case, 32, ahead=on_hopper())
@@ -36,14 +36,14 @@ def replay_default(case: Case, tokens: int) -> Tile:
 
 def _exact(case: Case, sequences: int) -> Tile:
     """States of bf16 are operands as they are."""
-    if case.TREE or (case.NEW > 1 and sequences > 4):
-        return _sliced(case, 64, registers=_limit(184 if case.TREE else 168))
+    if case.NEW > 1 and sequences > 4:
+        return _sliced(case, 64, registers=_limit(168))
     if case.NEW > 1:
         return _whole(case, 32)
     if sequences <= 4:
         return _whole(case, 16, ahead=True)
     if sequences > 128:
-        return _sliced(case, 64, registers=_limit(128))
+        return _sliced(case, 64, ahead=on_hopper(), registers=_limit(168))
     tile = _whole(case, 32, ahead=True)
     return tile.but(maxnreg=168) if on_hopper() else tile
 
