@@ -10,6 +10,7 @@ maxnreg   with few registers a thread more programs wait for memory at a time: 1
 """
 
 from nemotriton.kernels.op import Case, Tile, cdiv, next_pow2, on_hopper
+from nemotriton.kernels.shared_memory import LARGE, most_shared
 
 
 def replay_default(case: Case, tokens: int) -> Tile:
@@ -23,6 +24,9 @@ def replay_default(case: Case, tokens: int) -> Tile:
         if sequences <= 4 or case.P <= 16:
             return _whole(case, 16, warps)
         return _sliced(case, 64, warps, registers=0 if verify else _limit(168))
+    little = most_shared() < LARGE  # sm_120, whose code needs some registers more
+    if case.TREE and case.STATE == "fp32" and little:
+        return _whole(case, 16 if sequences <= 1 else 32, warps=2)
     if sequences <= 1 or case.P <= 16:
         return _whole(case, 16, ahead=True)
     if case.TREE:
@@ -31,7 +35,7 @@ def replay_default(case: Case, tokens: int) -> Tile:
         return _exact(case, sequences)
     if case.NEW == 1 or sequences <= 8:
         return _whole(case, 32)
-    return _sliced(case, 32, ahead=on_hopper())
+    return _sliced(case, 32, ahead=on_hopper() or little)
 
 
 def _exact(case: Case, sequences: int) -> Tile:
