@@ -5,7 +5,6 @@ a rank broke off); 2 refused, with what to change; 130 stopped by Ctrl-C.
 """
 
 import ast
-import difflib
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from nemotriton.console import Console
-from nemotriton.errors import NemotritonError, RankError
+from nemotriton.errors import NemotritonError, RankError, nearest
 
 COMMANDS = {
     "generate": "answer prompts, files, batches, or talk",
@@ -143,13 +142,14 @@ def _no_such_option(name: str, context: Any) -> str:
     if commands is not None:
         return f"there is no option {name} before a command: give one of {', '.join(commands)}."
     own = [o for p in context.command.params for o in (*p.opts, *p.secondary_opts)]
-    near = difflib.get_close_matches(name[2:], [o[2:] for o in own if o.startswith("--")], 1)
-    hint = f": did you mean --{near[0]}?" if near else "."
+    near = nearest(name[2:], [o[2:] for o in own if o.startswith("--")])
+    hint = f": did you mean --{near}?" if near else "."
     return f"there is no option {name}{hint} See --help."
 
 
 def _no_such(what: str, name: str, known: Sequence[str]) -> str:
-    hint = _did_you_mean(name, known)
+    near = nearest(name, known)
+    hint = f": did you mean {near}?" if near else "."
     return f"there is no {what} {name}{hint} There are: {', '.join(known) or 'none'}."
 
 
@@ -157,12 +157,6 @@ def need_known(what: str, name: str, known: Sequence[str]) -> None:
     """UsageError for a name that is none of the `known` ones, with the nearest of them."""
     if name not in known:
         raise UsageError(_no_such(what, name, known))
-
-
-def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence that names something unknown: the nearest of what there is."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f": did you mean {near[0]}?" if near else "."
 
 
 def _label(parameter: Any) -> str:

@@ -1,5 +1,8 @@
 """Every error a user can meet; each message says what happened, the value seen and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class NemotritonError(Exception):
     """Base of all errors raised on purpose by nemotriton."""
@@ -27,6 +30,11 @@ class UnsupportedError(NemotritonError):
 
 class RankError(NemotritonError):
     """A process of a run on several GPUs has failed, has gone, or runs something else."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like one that is not known, if any is."""
+    return next(iter(difflib.get_close_matches(name, [*known], 1)), None)
 
 
 def require(condition: bool, message: str, error: type[NemotritonError] = UnsupportedError) -> None:

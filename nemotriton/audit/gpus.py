@@ -4,11 +4,10 @@ Memory in MiB is what the driver shows as total; where a card comes in several s
 name.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from nemotriton.errors import ConfigError
+from nemotriton.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ def find_gpu(name: str) -> Gpu:
     size = _SIZE.fullmatch(name.strip())
     if size and float(size[1]) > 0:
         return Gpu(f"a GPU of {float(size[1]):g} GiB", int(float(size[1]) * 2**30), (0, 0))
-    near = difflib.get_close_matches(key, NAMES, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = nearest(key, NAMES)
+    hint = f" Did you mean {near}?" if near else ""
     raise ConfigError(
         f"--gpu {name}: not known.{hint} Give one of {', '.join(NAMES)}, or its memory in GiB."
     )

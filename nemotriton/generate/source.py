@@ -1,6 +1,5 @@
 """Which model, and how much of the machine: what can be checked before torch is imported."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from nemotriton.commandline import UsageError
 from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.errors import nearest
 from nemotriton.model.formats import ActQuant
 from nemotriton.model.layer_config import STATE_DTYPES
 from nemotriton.model.presets import PRESETS
@@ -151,8 +151,8 @@ def implementations(choices: list[str] | None) -> dict[str, str]:
 
 def _known_preset(name: str) -> None:
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f" Did you mean preset:{near[0]}?" if near else ""
+        near = nearest(name, PRESETS)
+        hint = f" Did you mean preset:{near}?" if near else ""
         raise UsageError(f"no preset {name!r}.{hint} There are {', '.join(PRESETS)}.")
 
 

@@ -6,13 +6,12 @@ raw JSON. All sizes are numbers of elements unless a name says bytes.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemotriton.errors import ConfigError
+from nemotriton.errors import ConfigError, nearest
 from nemotriton.model.json_fields import Fields, load_config, positive, refuse
 from nemotriton.model.layer_config import (
     DTYPES,
@@ -95,8 +94,8 @@ class ModelConfig:
     def preset(cls, name: str) -> ModelConfig:
         """Return a public model's configuration by name (the keys of PRESETS)."""
         if name not in PRESETS:
-            close = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            close = nearest(name, PRESETS)
+            hint = f" Did you mean {close}?" if close else ""
             raise ConfigError(f"preset {name!r} is unknown.{hint} Known: {', '.join(PRESETS)}.")
         return cls.from_json(PRESETS[name], name=name)
 

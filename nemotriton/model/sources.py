@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import json
 import re
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemotriton.errors import CheckpointError
+from nemotriton.errors import CheckpointError, nearest
 from nemotriton.model.presets import PRESETS
 from nemotriton.model.shards import Shard, TensorInfo, read_header
 
@@ -51,8 +50,8 @@ def find_checkpoint(model: str | Path, revision: str | None = None, offline: boo
     if str(model).startswith("preset:"):
         raise CheckpointError(f"{model} has no files: give a directory, or a hub id owner/name.")
     if not _HUB_ID.fullmatch(str(model)):
-        near = difflib.get_close_matches(str(model), PRESETS, 1)
-        hint = f" Did you mean preset:{near[0]}, a configuration without files?" if near else ""
+        near = nearest(str(model), PRESETS)
+        hint = f" Did you mean preset:{near}, a configuration without files?" if near else ""
         raise CheckpointError(f"no directory {path}.{hint} For a hub id use owner/name.")
     return _with_config(_download(str(model), revision, offline))
 

@@ -1,11 +1,10 @@
 """What a client is told when a request does not succeed: OpenAI's error object and its status."""
 
-import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemotriton.errors import NemotritonError
+from nemotriton.errors import NemotritonError, nearest
 
 _LONG = 100  # characters of a path in a message
 _TYPES = {401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error"}
@@ -64,8 +63,8 @@ def lost(status: int, method: str, path: str, ways: Mapping[str, str]) -> Failur
     if status == 405 and path in ways:
         message = f"{path} does not take {method}: use {ways[path]}."
         return Failure(405, message, "method_not_allowed")
-    near = difflib.get_close_matches(path, ways, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    near = nearest(path, ways)
+    hint = f" Did you mean {near}?" if near else ""
     known = ", ".join(f"{ways[known]} {known}" for known in ways)
     message = f"there is no {method} {path[:_LONG]} here.{hint} There are {known}."
     return Failure(status, message, "not_found")

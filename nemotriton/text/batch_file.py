@@ -5,7 +5,6 @@ or `messages`, an optional `id`, and sampling parameters under their own names. 
 appended by a single write, so that a stopped run leaves whole lines and at most one torn end.
 """
 
-import difflib
 import json
 import os
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from nemotriton.errors import RequestError
+from nemotriton.errors import RequestError, nearest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -129,8 +128,8 @@ def _request(body: dict[str, Any], number: int, name: str, url: str) -> BatchLin
         if key in _PARAMS:
             params[_PARAMS[key]] = body.pop(key)
     if unknown := sorted(set(body) - _IGNORED):
-        near = difflib.get_close_matches(unknown[0], _PARAMS, 1)
-        hint = f"Did you mean {near[0]}?" if near else "Leave it out."
+        near = nearest(unknown[0], _PARAMS)
+        hint = f"Did you mean {near}?" if near else "Leave it out."
         known = ", ".join(sorted(_PARAMS))
         _refuse(f"{unknown[0]!r} is not supported", f"{hint} Supported: {known}.")
     return BatchLine(number, name, prompt, messages, params, template_args, url, tools)
