@@ -7,7 +7,8 @@ What is computed is `run_experts_nvfp4` without input scales, from the same numb
     y[t]   = the K rows of a token, summed in fp32 in one fixed order, rounded once
 
 for pair p = t*K + j of token t and expert e = ids[t, j]. (*) With NARROW, for many tokens, rows are
-rounded to x's dtype before the sum. The kernels are in `moe_packed`; a tile names the blocks of
+rounded to x's dtype before the sum. By option rows are added as they come (`moe_combine`). The
+kernels are in `moe_packed`; a tile names the blocks of
 both products:
 
     BLOCKS    0: a block is one pair; 1: the pairs of one expert, found among the ids, one a token:
@@ -31,7 +32,7 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
-from nemotriton.kernels.fixed_order import DECODE, FixedOrder, phase
+from nemotriton.kernels.fixed_order import DECODE, FixedOrder
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
 from nemotriton.kernels.hopper_pack import (
     TILE,
@@ -41,6 +42,7 @@ from nemotriton.kernels.hopper_pack import (
     tiles_of,
     unpack_hopper,
 )
+from nemotriton.kernels.moe_combine import adds_atomically, combine, token_rows
 from nemotriton.kernels.moe_experts import most_blocks
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
 from nemotriton.kernels.moe_fixed import by_token
@@ -67,7 +69,6 @@ TABLE_BLOCKS = 8  # blocks of a program that writes tables
 TABLE_PAIRS = 4  # or pairs, where they are not sorted
 UNSORTED_PAIRS = 768  # every program compares its pairs with all
 ORDER_COLUMNS = 1024  # columns of a program that orders x
-COMBINE_PROGRAMS = 256  # so many add rows up, where columns suffice: that keeps the last one short
 
 
 # --------------------------------------------------------------------------------------------- twin
@@ -122,8 +123,11 @@ def run_experts_packed(
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
     plan = _Plan(tile, x, width, routing.block_pairs)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
-    kept = x.dtype if tile["NARROW"] else torch.float32
-    parts = pair_rows(routing, plan.split, L, dtype=kept)
+    if plan.atomic:
+        parts = token_rows(T, L, x.device)
+    else:
+        kept = x.dtype if tile["NARROW"] else torch.float32
+        parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
     up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     matrices = (up_words, up_global, down_words, down_global)
@@ -143,30 +147,12 @@ def run_experts_packed(
             _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
             down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen,
             H=plan.h_width, N_TILES=tiles_of(L), K_TILES=tiles_of(width),
-            STEPS=plan.down_steps // plan.split, SPLIT=plan.split,
+            STEPS=plan.down_steps // plan.split, SPLIT=plan.split, ATOMIC=plan.atomic,
             EVEN=plan.h_width % tile["DOWN_K"] == 0, launch_pdl=plan.pdl, **plan.meta("DOWN"),
         )  # fmt: skip
-    _combine(parts, y, K * plan.split, plan)
+    count = 1 if plan.atomic else K * plan.split
+    combine(parts, y, count, bool(tile["NARROW"]), plan.pdl)
     return y
-
-
-def _combine(parts: torch.Tensor, y: torch.Tensor, count: int, plan: "_Plan") -> None:
-    """Sum a token's `count` rows; how that is ordered depends on the phase and the tile only."""
-    T, L = y.shape
-    warps, block_r = 4, next_pow2(count)
-    block_l = min(next_pow2(L), 128 if count > 32 else 256)
-    if plan.tile["NARROW"]:  # many tokens
-        block_l, block_r = min(next_pow2(L), 512), 1
-        warps = max(1, block_l // 128)
-    if phase() == DECODE:  # the order of the sum depends on it
-        block_l = min(block_l, 64)
-    while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
-        block_l //= 2
-    launch(
-        _packed_combine, (T * cdiv(L, block_l),), parts, y, L, COUNT=count, BLOCK_R=block_r,
-        BLOCK_L=block_l, EVEN=L % block_l == 0, PDL=plan.pdl, num_warps=warps,
-        launch_pdl=plan.pdl,
-    )  # fmt: skip
 
 
 class _Plan:
@@ -183,6 +169,7 @@ class _Plan:
         self.blocks = 2 if self.given else self.blocks
         whole = F % TILE == 0 and L % TILE == 0 and x.dtype == torch.bfloat16
         self.ahead = bool(tile["ASYNC"]) and whole and target(x.device) // 10 == 9
+        self.atomic = adds_atomically() and not self.ahead
         self.pdl = bool(tile["PDL"]) and dependent(x)
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
         self.h_width = self.up_tiles * int(tile["UP_N"])

@@ -206,11 +206,12 @@ def _packed_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, table_ptr, experts_ptr, pairs,
     K: tl.constexpr, BLOCK_J: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     N_TILES: tl.constexpr, K_TILES: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, ATOMIC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, MMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns.
+    """Weighted rows [T*K, SPLIT, L] by pair, each the sum over STEPS blocks of columns; ATOMIC: all
+    of a token's added to its row of [T, L], in any order.
 
     Which expert a program has was written two launches ago: it is known before h is there."""
     TILES: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
@@ -236,8 +237,12 @@ def _packed_down(
             tl.extra.cuda.gdc_launch_dependents()
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask = live[None, :] & (n < L)[:, None]
-        at = out_ptr + (rows.to(tl.int64) * SPLIT + split)[None, :] * L + n[:, None]
-        tl.store(at, (acc * scale[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+        if ATOMIC:
+            at = out_ptr + (rows // K).to(tl.int64)[None, :] * L + n[:, None]
+            tl.atomic_add(at, acc * scale[None, :], mask=mask, sem="relaxed")
+        else:
+            at = out_ptr + (rows.to(tl.int64) * SPLIT + split)[None, :] * L + n[:, None]
+            tl.store(at, (acc * scale[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import nemotriton.kernels as K
+from nemotriton.autotune import parity
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.dependent import independent
+from nemotriton.kernels.moe_combine import combining
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
 from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT
 from nemotriton.kernels.op import Args
@@ -30,6 +32,16 @@ def test_experts_give_the_same_bits(how: str, T: int, cuda: torch.device) -> Non
     if not here(RUN_EXPERTS_PACKED, cuda):
         pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
     checks.check_same_bits(EXPERTS, T, how, cuda, _default(EXPERTS, T), bool(EXPERTS.O))
+
+
+@pytest.mark.parametrize("T", [1, 5, 64])
+def test_rows_that_are_added_as_they_come(T: int, cuda: torch.device) -> None:
+    """The order of atomic adds changes bits, and stays within the bounds of every order."""
+    if not here(RUN_EXPERTS_PACKED, cuda):
+        pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
+    with combining("atomic"):
+        verdict = parity.check(RUN_EXPERTS_PACKED, EXPERTS, T, cuda, torch.bfloat16, seed=T)
+    assert verdict.ok, verdict.detail
 
 
 def test_in_a_graph_of_dependent_launches(cuda: torch.device) -> None:

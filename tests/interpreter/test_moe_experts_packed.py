@@ -5,7 +5,10 @@ import torch
 
 import nemotriton.kernels as K
 from nemotriton.autotune import parity
+from nemotriton.errors import UnsupportedError
+from nemotriton.kernels.fixed_order import DECODE, fixed_order
 from nemotriton.kernels.hopper_pack import k_order, pack_hopper
+from nemotriton.kernels.moe_combine import adds_atomically, combining
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED as SPEC
 from nemotriton.kernels.moe_experts_packed import _tile
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4
@@ -149,3 +152,25 @@ def test_a_token_has_the_same_bits_in_any_company() -> None:
             alone = Routing(ids, r.weights[18:], order.indices.int(), offsets)
             one = K.run_experts_packed.triton(**(args | {"x": args["x"][18:], "routing": alone}))
         assert torch.equal(one[0], together[18])
+
+
+@pytest.mark.parametrize("form", ["pairs", "runs", "mma split, 64 rows", "wgmma"])
+def test_rows_that_are_added_as_they_come(form: str, poison: Poison) -> None:
+    """Within the same bounds; widths that end inside a tile, and no tokens at all."""
+    for T in (0, 5):
+        with combining("atomic"):
+            check(arguments(T, 3, 336, 80, 2), FORMS[form])
+
+
+def test_who_adds_atomically(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for it, but never the invariant mode."""
+    assert not adds_atomically()
+    monkeypatch.setenv("NEMOTRITON_COMBINE", "atomic")
+    assert adds_atomically()
+    with fixed_order(DECODE):
+        assert not adds_atomically()
+    with combining("ordered"):
+        assert not adds_atomically()
+    monkeypatch.setenv("NEMOTRITON_COMBINE", "atomics")
+    with pytest.raises(UnsupportedError, match="'atomics'; use atomic"):
+        adds_atomically()
