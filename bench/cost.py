@@ -148,6 +148,8 @@ def _weights(weights: Weights, load: Load, seen: float | None, activations: bool
             kind = line = "head"
         times = {"MTP": load.drafts, "head": 1 + load.drafts}.get(kind, 1)
         nbytes = times * float(entry.nbytes(load.item))
+        if kind == "head" and entry.role is Role.MATRIX:  # drafts are picked by its e4m3 copy
+            nbytes -= load.drafts * entry.numel * (load.item - 1)
         rows = logits if kind == "head" else load.rows
         flops = inout = 0.0
         moe = moe_of(config, name) if entry.experts else None

@@ -35,10 +35,7 @@ ROLLBACK = "lanes"  # of engines that are not told
 FACTORS = (31, 14)  # what a state is multiplied by, in the trunk's layer and in the block's
 PRIME = 9973  # products of two residues stay exact in float32
 MAMBA = MambaConfig(
-    heads=1,
-    head_dim=1,
-    state=1,
-    groups=1,
+    **dict.fromkeys(("heads", "head_dim", "state", "groups"), 1),
     conv_width=3,
     chunk=4,
     conv_bias=True,
@@ -179,6 +176,8 @@ class FakeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return logits_of(hidden)
+
+    draft_logits = logits
 
 
 class Past:

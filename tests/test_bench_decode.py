@@ -79,7 +79,7 @@ def test_many_rows_reach_all_experts_and_drafts_read_more() -> None:
     plain, drafting = (
         card("super-120b", Load(16, 1024, d), quant="release", drafting=True) for d in (0, 3)
     )
-    assert drafting["head"] == 4 * plain["head"]
+    assert drafting["head"] == 2.5 * plain["head"], "drafts by the copy in half the bytes"
     assert drafting["M weights"] == plain["M weights"]
     assert drafting["M states"] < plain["M states"], "a state is seldom written"
     lanes = card("super-120b", Load(16, 1024, 3, rollback="lanes"), "release", True)

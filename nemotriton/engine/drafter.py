@@ -41,6 +41,10 @@ class DraftModel(Protocol):
         """float32 [R, V] of hidden states or of the block's outputs [R, D]."""
         ...
 
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V] of the block's outputs, or of hidden states [R, D], to pick drafts by."""
+        ...
+
 
 class Passes(Protocol):
     """The sequences that `Drafter.guess` drafts for, those with most drafts first."""
@@ -156,7 +160,7 @@ class Drafter:
         for draft in level:
             children.setdefault(self.shape.parents[draft - 1], []).append(draft)
         rows = {p: passes.having(own[0]) for p, own in children.items()}
-        logits = self.model.logits(torch.cat([hidden[p][: rows[p]] for p in children]))
+        logits = self.model.draft_logits(torch.cat([hidden[p][: rows[p]] for p in children]))
         parts = dict(zip(children, logits.split(list(rows.values())), strict=True))
         for parent, own in children.items():
             for draft in own:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
 
 from nemotriton import device as devices
 from nemotriton.errors import ConfigError, require
@@ -28,6 +27,7 @@ from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import Expected
 from nemotriton.model.formats import ActQuant, Algorithm, QuantScheme
 from nemotriton.model.layers import Experts, Linear, Matrix
+from nemotriton.model.nemotron_h import NemotronH
 from nemotriton.model.packing import tiles_for_blackwell
 
 KV_DTYPES = ("auto", "bf16", "fp8")
@@ -174,21 +174,26 @@ def weight_notes(
     return [f"{counts[a]:,} {named[a]}matrices {how[a]}" for a in how if a in counts]
 
 
-def packing_notes(model: nn.Module) -> list[str]:
-    """One line where matrices have left the checkpoint's layout."""
+def packing_notes(model: NemotronH) -> list[str]:
+    """A line where matrices have left the checkpoint's layout, and one where a head has a copy."""
     matrices: list[Matrix] = []
+    notes = []
+    if model.head_copy is not None:
+        size = model.head_copy[0].nbytes / 1e6
+        notes.append(f"drafts are picked by an e4m3 copy of the head, {size:,.1f} MB")
     for module in model.modules():
         if isinstance(module, Experts) and module.packed:
             matrices += [module.up_proj, module.down_proj]
         elif isinstance(module, Linear) and module.packed:
             matrices.append(module)
     if not matrices:
-        return []
+        return notes
     count = sum(m.words.shape[0] if m.words.ndim == 4 else 1 for m in matrices)
     nbytes = sum(m.words.nbytes for m in matrices)
     return [
         f"{count:,} NVFP4 matrices are repacked for Hopper, {nbytes / 1e9:,.1f} GB, and decoded in "
-        "registers"
+        "registers",
+        *notes,
     ]
 
 

@@ -15,13 +15,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from nemotriton.kernels import matmul
+from nemotriton.kernels import fp8_matmul, matmul, quantize_fp8
 from nemotriton.model.config import LayerKind, ModelConfig
-from nemotriton.model.formats import UNQUANTISED, ActQuant, QuantScheme
+from nemotriton.model.formats import UNQUANTISED, ActQuant, Format, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mamba import MambaMixer
 from nemotriton.model.mixers import AttentionMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
+from nemotriton.model.packing import copies_head
 from nemotriton.model.parallel import ONE, Shard
 from nemotriton.model.training import train_embedding, train_mixer, train_norm
 
@@ -75,6 +76,7 @@ class NemotronH(nn.Module):
         rows = config.vocab // shard.ranks
         self.lm_head = None if config.tied else Linear(rows, config.width, head)
         self.mtp = MtpBlock(config, dtype, device, scheme, act_quant, shard) if drafting else None
+        self.head_copy: tuple[torch.Tensor, torch.Tensor] | None = None  # e4m3, scale
 
     @property
     def blocks(self) -> list[Block]:
@@ -89,6 +91,11 @@ class NemotronH(nn.Module):
         for module in self.modules():  # a mixer comes before its matrices
             if isinstance(module, MambaMixer | AttentionMixer | MoeMixer | Linear):
                 module.prepare()
+        head = self.lm_head
+        if self.mtp is None or head is None or not head.plain(Format.BF16):
+            return
+        if copies_head(head.weight.numel(), self.dtype, self.device):
+            self.head_copy = e4m3_copy(head.weight.detach())
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Every weight by its canonical checkpoint name: the destinations of a load."""
@@ -124,8 +131,14 @@ class NemotronH(nn.Module):
             return self.shard.join(self.lm_head(hidden, out_dtype=torch.float32))
         return self.shard.join(matmul(hidden, self.embeddings.weight, out_dtype=torch.float32))
 
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, to pick drafts by: from the head's e4m3 copy where there is one."""
+        if self.head_copy is None:
+            return self.logits(hidden)
+        return self.shard.join(fp8_matmul(hidden, *self.head_copy, out_dtype=torch.float32))
+
     def draft(self, batch: Any, hidden: torch.Tensor, caches: Any) -> torch.Tensor:
-        """The MTP block's output [T, D] behind batch.ids, for `logits` and for the next draft.
+        """The MTP block's output [T, D] behind batch.ids, for `draft_logits` and the next draft.
 
         Row i of hidden [T, D] belongs to the token before batch.ids[i], whose position is the one
         that the batch states: what `forward` gave for it or, of a draft, what this gave. The block
@@ -146,3 +159,10 @@ class NemotronH(nn.Module):
 
     def _residual(self, h: torch.Tensor) -> torch.Tensor:
         return h.float() if self.config.residual_fp32 else h
+
+
+def e4m3_copy(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 [V, D], scale fp32) of a 16-bit matrix, whose largest weight becomes the largest."""
+    largest = torch.maximum(weight.amax(), -weight.amin()).float()
+    scale = (largest / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    return quantize_fp8(weight, scale), scale

@@ -1,9 +1,13 @@
 """Drafting on kernels: the tokens of plain decoding, and where the time of a step goes."""
 
 import pytest
+import torch
 
 from nemotriton import LLM, SamplingParams
 from nemotriton.engine.draft_shape import DraftShape
+from nemotriton.kernels import fp8_matmul
+from nemotriton.model.nemotron_h import e4m3_copy
+from nemotriton.model.packing import forced_packing
 from tests.test_drafts import stubbed
 
 PROMPTS = [[5, 9, 200, 31], [77] * 3 + list(range(10, 170)), [400]]
@@ -33,6 +37,40 @@ def test_drafts_change_no_token(temperature: float, rollback: str) -> None:
             assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == want
             drafts = llm.stats()["drafts"]
             assert 0 < drafts["accepted"] < drafts["verified"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_picked_by_the_heads_copy_change_no_token(graphs: bool) -> None:
+    """The trained model; the copy costs hardly a draft."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    prompts = ["def add(a, b):", "for i in range(3):", "import os\n", "class A:"]
+    options = {"device": "cuda", "dtype": "float16", "max_context": 256, "graphs": graphs}
+    accepted = {}
+    for copied in (False, True):
+        with forced_packing(copied), LLM(**options) as llm:  # type: ignore[arg-type]
+            want = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        with forced_packing(copied), LLM(**options, drafts=2, adapt_drafts=False) as llm:  # type: ignore[arg-type]
+            assert (llm.runner.model.head_copy is not None) == copied
+            found = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+            accepted[copied] = llm.stats()["drafts"]["accepted"]
+        assert [len(ids) for ids in found] == [len(ids) for ids in want]
+    assert accepted[False] > 40
+    assert accepted[True] >= 0.9 * accepted[False]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 200])
+def test_the_copy_of_a_full_heads_logits(rows: int) -> None:
+    rng = torch.Generator("cuda").manual_seed(rows)
+    weight = torch.randn(131072, 4096, device="cuda", generator=rng).mul_(0.02).bfloat16()
+    x = torch.randn(rows, 4096, device="cuda", generator=rng).bfloat16()
+    codes, scale = e4m3_copy(weight)
+    found = fp8_matmul(x, codes, scale, out_dtype=torch.float32)
+    want = x.double() @ (codes[:4096].double() * scale.double()).T
+    assert found.dtype == torch.float32
+    assert (found[:, :4096] - want).abs().max() <= 1e-5 * want.abs().max()
+    exact = x.double() @ weight[-4096:].double().T
+    off = (found[:, -4096:] - exact).norm() / exact.norm()
+    assert 0.01 < off < 0.04, "what e4m3 rounds away of normal weights"
 
 
 @pytest.mark.alone
