@@ -95,12 +95,14 @@ def _ssm_update(
     layer, x_t, x_h, dt_t, B_t, B_g, C_t, C_g, z_t, z_h, state_slot, scales_slot,
     H, heads_per_group, low, high,
     P: tl.constexpr, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-    UPDATE: tl.constexpr, PDL: tl.constexpr,
+    EACH: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """At most one token a sequence: _update_chain without its loop."""
+    """At most one token a sequence: _update_chain without its loop. A program takes EACH blocks of
+    rows, and asks for the next one's state before it computes with this one's."""
     pid = tl.program_id(0).to(tl.int64)
-    tiles: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    p = (pid % tiles * BLOCK_P).to(tl.int32) + tl.arange(0, BLOCK_P)
+    tiles: tl.constexpr = (P + BLOCK_P * EACH - 1) // (BLOCK_P * EACH)
+    first = (pid % tiles * (BLOCK_P * EACH)).to(tl.int32)
+    p = first + tl.arange(0, BLOCK_P)
     n = tl.arange(0, BLOCK_N)
     head, s = pid // tiles % H, pid // tiles // H
     g = head // heads_per_group
@@ -113,22 +115,34 @@ def _ssm_update(
     on_p, on_n = on & (p < P), on & (n < N)
     rows = head * P + p
     h_at = state_ptr + slot * state_slot + rows[:, None] * N + n[None, :]
-    mask = on_p[:, None] & (n < N)[None, :]
     scale_at = slot * scales_slot + rows
+    mask = on_p[:, None] & (n < N)[None, :]
     h = load_state(h_at, scales_ptr, scale_at, mask, on_p)  # [BLOCK_P, BLOCK_N]
     A, D, bias = _load_head(A_ptr + head, D_ptr + head, bias_ptr + head)
     x_at, dt_at = x_ptr + row * x_t + head * x_h + p, dt_ptr + row * dt_t + head
     B_at, C_at = B_ptr + row * B_t + g * B_g + n, C_ptr + row * C_t + g * C_g + n
     x, dt, B, C = _load_token(x_at, dt_at, B_at, C_at, on, on_p, on_n)
-    h = _advance(h, x, dt, B, A, bias, low, high)
     y_at, z_offset = y_ptr + (row * H + head) * P + p, row * z_t + head * z_h + p
-    _emit(h, x, C, D, z_ptr, z_offset, y_at, on_p, filled & (p < P))
-    if UPDATE:
-        seed, position = _noise_key(seeds_ptr, lengths_idx, s, 1)
-        stored, scale = _rounded(
-            h, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows, N, BLOCK_N
-        )
-        store_state(stored, scale, h_at, scales_ptr, scale_at, mask, on_p)
+    seed, position = _noise_key(seeds_ptr, lengths_idx, s, 1)
+    for i in tl.static_range(EACH):
+        at, at_scale, there, there_p = h_at, scale_at, mask, on_p  # of this block
+        own, own_x = h, x
+        if i + 1 < EACH:
+            h_at += BLOCK_P * N
+            scale_at += BLOCK_P
+            on_p = on & (p + (i + 1) * BLOCK_P < P)
+            mask = on_p[:, None] & (n < N)[None, :]
+            h = load_state(h_at, scales_ptr, scale_at, mask, on_p)
+            x = tl.load(x_at + (i + 1) * BLOCK_P, mask=on_p, other=0.0)
+        own = _advance(own, own_x, dt, B, A, bias, low, high)
+        inside = filled & (p + i * BLOCK_P < P)
+        _emit(own, own_x, C, D, z_ptr, z_offset + i * BLOCK_P, y_at + i * BLOCK_P, there_p, inside)
+        if UPDATE:
+            stored, scale = _rounded(
+                own, state_ptr, scales_ptr, seeds_ptr, seed, position, layer, rows + i * BLOCK_P,
+                N, BLOCK_N,
+            )  # fmt: skip
+            store_state(stored, scale, at, scales_ptr, at_scale, there, there_p)
 
 
 @triton.jit(do_not_specialize=["layer"])

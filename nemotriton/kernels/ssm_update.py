@@ -166,7 +166,9 @@ def ssm_update(
     single = max_new == 1 and lanes is None and parents is None
     axes = {"H": H, "P": P, "N": N, "G": G, "STATE": state_axis(state, noise)}
     tile = SSM_UPDATE.tile(T, x, **axes, NEW=1 if single else 4, TREE=int(parents is not None))
-    grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"])),)
+    each = int(tile.get("EACH", 1)) if single else 1
+    tile = Tile(**{key: value for key, value in tile.items() if key != "EACH"})
+    grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"]) * each),)
     seeds, lengths, layer = (None, None, 0) if noise is None else noise
     tensors = (x, dt, A, B, C, D, dt_bias, z, y, state, scales, seeds, lengths)
     strides = (x.stride(0), x.stride(1), dt.stride(0), *B.stride()[:2], *C.stride()[:2])
@@ -175,7 +177,7 @@ def ssm_update(
     rest = (H, H // G, float(dt_limit[0]), float(dt_limit[1]), P, N)
     late = {"UPDATE": update_state, **as_dependent(x)}
     if single:
-        launch(_ssm_update, grid, *tensors, cu, slots, *ints, *rest, **late, **tile)
+        launch(_ssm_update, grid, *tensors, cu, slots, *ints, *rest, EACH=each, **late, **tile)
         return y
     index = (lanes, lane_scales, cu, slots, lane_slots)
     where = (*ints, _slot_stride(lanes), _slot_stride(lane_scales), *rest)
@@ -335,16 +337,26 @@ def _default_tile(case: Case, tokens: int) -> Tile:
     if case.TREE and case.STATE in ("fp16-sr", "int16"):
         lane = min(lane, 16)  # and so does their rounding: 32 spill
     rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
-    return Tile(BLOCK_P=rows, BLOCK_N=width, num_warps=1, num_stages=1)
+    return _tile(case, rows)
+
+
+def _tile(case: Case, rows: int, warps: int = 1, each: int = 1) -> Tile:
+    """EACH: blocks of rows that a program of one token takes, one after the other."""
+    tile = Tile(BLOCK_P=rows, BLOCK_N=next_pow2(case.N), num_warps=warps, num_stages=1)
+    return tile if case.NEW > 1 else tile.but(EACH=each)
 
 
 def _tiles(case: Case) -> list[Tile]:
-    return [
-        Tile(BLOCK_P=p, BLOCK_N=next_pow2(case.N), num_warps=w, num_stages=1)
+    whole = [
+        _tile(case, p, w)
         for p in (2, 4, 8, 16, 32, 64)
         for w in (1, 2, 4)
         if p <= next_pow2(case.P) and 8 <= p * next_pow2(case.N) // (32 * w) <= 64
     ]
+    if case.NEW > 1:
+        return whole
+    several = ((4, 4), (4, 8), (4, 16), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4))
+    return [*whole, *(_tile(case, p, each=n) for p, n in several if p * n <= next_pow2(case.P))]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:

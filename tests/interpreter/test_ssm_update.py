@@ -143,13 +143,16 @@ def test_gate_limits_and_extreme_steps(lengths: list[int], poison: Poison) -> No
         within_twice(state, twin_state, exact_state, torch.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16])
-def test_the_tile_changes_no_bit(rows: int) -> None:
-    a = as_model(inputs(4, SIZES), torch.bfloat16)
+@pytest.mark.parametrize("lengths", [[3, 1], [1, 1]], ids=["tokens", "one"])
+@pytest.mark.parametrize("rows,each", [(1, 1), (2, 1), (16, 1), (1, 2), (2, 4), (4, 2)])
+def test_the_tile_changes_no_bit(rows: int, each: int, lengths: list[int], poison: Poison) -> None:
+    """The last of several blocks of rows may be behind the head's last row."""
+    a = as_model(inputs(sum(lengths), SIZES), torch.bfloat16)
     want, state = pool(2, [0, 1], torch.float32), pool(2, [0, 1], torch.float32)
-    y = update(a, want, [3, 1], [1, 0])
-    with use_tile("ssm_update", Tile(BLOCK_P=rows, BLOCK_N=16, num_warps=1, num_stages=1)):
-        assert torch.equal(update(a, state, [3, 1], [1, 0]), y)
+    y = update(a, want, lengths, [1, 0])
+    tile = Tile(BLOCK_P=rows, BLOCK_N=16, EACH=each, num_warps=1, num_stages=1)
+    with use_tile("ssm_update", tile):
+        assert torch.equal(update(a, state, lengths, [1, 0]), y)
     assert torch.equal(state, want)
 
 
