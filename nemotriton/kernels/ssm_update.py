@@ -166,8 +166,7 @@ def ssm_update(
     single = max_new == 1 and lanes is None and parents is None
     axes = {"H": H, "P": P, "N": N, "G": G, "STATE": state_axis(state, noise)}
     tile = SSM_UPDATE.tile(T, x, **axes, NEW=1 if single else 4, TREE=int(parents is not None))
-    each = int(tile.get("EACH", 1)) if single else 1
-    tile = Tile(**{key: value for key, value in tile.items() if key != "EACH"})
+    each, tile = _without_each(tile, single)
     grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"]) * each),)
     seeds, lengths, layer = (None, None, 0) if noise is None else noise
     tensors = (x, dt, A, B, C, D, dt_bias, z, y, state, scales, seeds, lengths)
@@ -186,6 +185,12 @@ def ssm_update(
     else:
         launch(_update_tree, grid, *tensors, *index, parents, *where, **tile)
     return y
+
+
+def _without_each(tile: Tile, single: bool) -> tuple[int, Tile]:
+    """How many blocks of rows a program takes, and what of the tile the other kernels know."""
+    rest = {key: value for key, value in tile.items() if key != "EACH"}
+    return int(tile.get("EACH", 1)) if single else 1, Tile(**rest)
 
 
 def _slot_stride(x: torch.Tensor | None) -> int:
@@ -329,6 +334,10 @@ def meant(values: Mapping[str, Any]) -> dict[str, Any]:
 def _default_tile(case: Case, tokens: int) -> Tile:
     """One warp with a few rows of the state, more of them as the batch fills the machine."""
     heads, width = cdiv(tokens, case.NEW) * case.H, next_pow2(case.N)
+    if case.NEW == 1 and width >= 128 and case.P >= 32:
+        raced = _raced(case.STATE, heads)
+        if raced is not None:
+            return _tile(case, *raced)
     lane = 16 if heads < 1024 else 32 if heads < 16384 else 64  # elements a thread
     if case.STATE != "fp32":
         lane = min(2 * lane, 64)  # half the bytes, or a quarter
@@ -336,8 +345,18 @@ def _default_tile(case: Case, tokens: int) -> Tile:
         lane = min(lane, 32)  # the next token's inputs, or a path's state, take registers too
     if case.TREE and case.STATE in ("fp16-sr", "int16"):
         lane = min(lane, 16)  # and so does their rounding: 32 spill
-    rows = min(max(lane * 32 // width, 1), next_pow2(case.P))
-    return _tile(case, rows)
+    return _tile(case, min(max(lane * 32 // width, 1), next_pow2(case.P)))
+
+
+def _raced(state: str, heads: int) -> tuple[int, int, int] | None:
+    """(rows, warps, blocks of a program) that were the fastest on an H200."""
+    if state in ("bf16", "fp16"):
+        return 32, 2, 1
+    if heads < 2048:
+        return None
+    if state == "fp32":
+        return 8 if heads < 32768 else 16, 1, 2
+    return (8, 1, 4) if state == "int8" else None
 
 
 def _tile(case: Case, rows: int, warps: int = 1, each: int = 1) -> Tile:
