@@ -1,9 +1,10 @@
 """`python -m bench.start preset:super-120b --synthetic`: how long until the first token.
 
 Two processes one after the other share an empty folder of compiled kernels: the first compiles, the
-second finds them. Seconds of each: `import` of the package and torch; `weights`, making them;
-`steps`, recording the decode steps (with compiling what they need); `first token` of a prompt of
---tokens, which compiles the prefill; `all` by the clock of the parent. `beyond` is all but weights.
+second finds them. With --cache DIR, which earlier runs have filled, there is only the second.
+Seconds of each: `import` of the package and torch; `weights`, making them; `steps`, recording the
+decode steps (with compiling what they need); `first token` of a prompt of --tokens, which compiles
+the prefill; `all` by the clock of the parent. `beyond` is all but weights.
 """
 
 import json
@@ -104,6 +105,7 @@ def main(
     requests: Annotated[int, typer.Option(help="At a time: decode steps are recorded.")] = 8,
     began: Annotated[float, typer.Option(hidden=True)] = 0.0,
     device: Annotated[str | None, typer.Option(help="As in generate.")] = None,
+    cache: Annotated[str, typer.Option(help="Kernels compiled before: no first start.")] = "",
     out: Out = None,
 ) -> None:
     """A first and a second start."""
@@ -120,9 +122,9 @@ def main(
     words += ["--layers", str(layers)] if layers else []
     words += ["--device", device] if device else []
     print(f"{HEAD}\n|---|" + "--:|" * len(PARTS), flush=True)
-    with tempfile.TemporaryDirectory() as cache:
-        for name in ("first", "second"):
-            seconds = started(words, cache)
+    with tempfile.TemporaryDirectory() as fresh:
+        for name in ("second",) if cache else ("first", "second"):
+            seconds = started(words, cache or fresh)
             print(line(name, seconds), flush=True)
             command = f"python -m bench.start {' '.join(words)}"
             case = {"drafts": drafts, "requests": requests, "prompt": tokens}
