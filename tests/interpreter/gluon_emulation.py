@@ -1,10 +1,12 @@
-"""Runs the Gluon kernel of the fused scan on the CPU: torch tensors for values, a thread a role.
+"""Runs Gluon kernels that work by roles on the CPU: torch tensors for values, a thread a role.
 
 Copies by TMA arrive at random later times, and what they will overwrite is NaN until then; waits
 see only the parity of a barrier's phase. So a missing barrier, a skipped phase, a stage reused too
 early or two roles that wait for each other end in NaN, a failed assertion or a timeout. What is not
 emulated: layouts (all are the same here), registers, and the overlap of asynchronous products.
 """
+
+import __future__
 
 import builtins
 import random
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 
-from nemotriton.kernels import ssd_hopper, ssd_loads
+from nemotriton.kernels.numerics import relu2_ref
+from nemotriton.kernels.op import Tile
 from nemotriton.kernels.ssd_blocks import DECAYED, WEIGHTED
 from tests.interpreter import ssd_assembly
 
@@ -62,12 +65,15 @@ class Memory:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
     def index(self, i: Any) -> "Memory":
         return Memory(self.tensor[int(i)])
 
-    def slice(self, start: int, length: int) -> "Memory":
-        assert start + length <= self.tensor.shape[0]
-        return Memory(self.tensor[start : start + length])
+    def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
+        return Memory(self.tensor.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> "Memory":
         return Memory(self.tensor.permute(order))
@@ -90,13 +96,14 @@ class Descriptor:
 
     def __init__(self, made: Any) -> None:
         whole = made.base.as_strided(made.shape, made.strides)
-        self.tensor, self.block, self.dtype, self.layout = whole, made.block_shape, whole.dtype, 0
-        size = torch.Size(self.block).numel() * whole.dtype.itemsize
+        self.tensor, self.dtype, self.layout = whole, whole.dtype, 0
+        self.block_shape = made.block_shape
+        size = torch.Size(self.block_shape).numel() * whole.dtype.itemsize
         self.block_type = SimpleNamespace(nbytes=size)
 
     def part(self, at: list[int]) -> tuple[slice, ...]:
         assert all(a >= 0 for a in at)
-        return tuple(slice(a, a + n) for a, n in zip(at, self.block, strict=True))
+        return tuple(slice(a, a + n) for a, n in zip(at, self.block_shape, strict=True))
 
 
 class Barrier:
@@ -131,8 +138,9 @@ class Machine:
             bar.check()
             self.change.notify_all()
 
-    def arrive(self, bar: Barrier) -> None:
-        self.expect(bar, 0)
+    def arrive(self, bar: Barrier, pred: Any = True) -> None:
+        if pred:
+            self.expect(bar, 0)
 
     def wait(self, bar: Barrier, phase: Any) -> None:
         self.until(lambda: bar.parity != int(phase))
@@ -148,7 +156,7 @@ class Machine:
     # --------------------------------------------------------------------------------- copies
     def load(self, desc: Descriptor, at: list[Any], bar: Barrier, to: Memory) -> None:
         place = desc.part([int(a) for a in at])
-        assert to.tensor.shape == tuple(desc.block)
+        assert to.tensor.shape == tuple(desc.block_shape)
 
         def arrive() -> None:
             found = desc.tensor[place]
@@ -165,7 +173,8 @@ class Machine:
         place, me = desc.part([int(a) for a in at]), threading.get_ident()
 
         def arrive() -> None:
-            desc.tensor[place] = source.tensor
+            part = desc.tensor[place]  # cut off at the matrix's edges
+            part.copy_(source.tensor[tuple(builtins.slice(0, n) for n in part.shape)])
             self.stores[me] -= 1
 
         with self.change:
@@ -258,19 +267,23 @@ def language(machine: Machine) -> SimpleNamespace:
         **dict.fromkeys((*layouts, "NVMMASharedLayout"), Layout),
         constexpr=lambda x: x,
         bfloat16=torch.bfloat16,
+        float16=torch.float16,
         float32=torch.float32,
+        float8e4nv=torch.float8_e4m3fn,
         int64=torch.int64,
         static_range=builtins.range,
         program_id=machine.program_id,
         num_programs=machine.num_programs,
         arange=lambda a, b, layout: torch.arange(a, b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        split=lambda v: v.unbind(-1),
         zeros_like=torch.zeros_like,
-        where=torch.where,
+        where=lambda on, a, b: torch.where(torch.as_tensor(on), a, b),
+        cdiv=lambda a, b: -(-a // b),
         exp2=torch.exp2,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
         maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
-        convert_layout=lambda v, layout: v,
+        convert_layout=lambda v, layout, assert_trivial=False: v,
         load=load,
         store=store,
         inline_asm_elementwise=assembly,
@@ -279,8 +292,16 @@ def language(machine: Machine) -> SimpleNamespace:
     )
 
 
-def emulate(grid: int, operands: list[Any], options: dict[str, Any], seed: int = 0) -> None:
-    """`_scan_roles` over `grid` programs; operands as the launch has them."""
+def emulate(
+    modules: tuple[Any, ...],
+    kernel: str,
+    grid: int,
+    operands: list[Any],
+    options: dict[str, Any],
+    seed: int = 0,
+) -> None:
+    """`kernel` over `grid` programs, of `modules`, in the order in which one imports the other;
+    operands as the launch has them."""
     outside = r"@gluon\.jit(\(.*?\))?$|^from .*? import (\((?s:.*?)\)|.*?)$"
     machine = Machine(seed)
 
@@ -307,17 +328,20 @@ def emulate(grid: int, operands: list[Any], options: dict[str, Any], seed: int =
         "range": each,
         "DECAYED": DECAYED.value,
         "WEIGHTED": WEIGHTED.value,
+        "relu2": relu2_ref,
+        "Tile": Tile,
     }
-    for module in (ssd_loads, ssd_hopper):
+    for module in modules:
         source = Path(module.__file__).read_text()
         source = re.sub(outside, lambda m: "\n" * m[0].count("\n"), source, flags=re.M)
-        exec(compile(source, module.__file__, "exec"), names)
+        flags = __future__.annotations.compiler_flag  # names of types are not looked up
+        exec(compile(source, module.__file__, "exec", flags), names)
     engine = threading.Thread(target=machine.engine, name="engine")
     engine.start()
     try:
         for program in range(grid):
             machine.here.program = (program, grid)
-            names["_scan_roles"](*map(operand, operands), **options)
+            names[kernel](*map(operand, operands), **options)
             assert not machine.copies, "a copy was still under way at the program's end"
     finally:
         machine.over = True

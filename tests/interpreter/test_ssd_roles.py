@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemotriton.kernels import ssd_fused, ssd_roles
+from nemotriton.kernels import ssd_fused, ssd_hopper, ssd_loads, ssd_roles
 from nemotriton.kernels.op import Case, launch, use_tile
 from nemotriton.kernels.ssd import chunk_table
 from nemotriton.kernels.ssd_fused import SSD_PREFILL, has_roles, ssd_prefill
@@ -31,7 +31,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             return
         options = {k: v for k, v in meta.items() if k not in ("num_warps", "maxnreg", "launch_pdl")}
         programs = min(SMS, args[14] if grid[0] > 0 else 0)
-        emulate(programs, list(args), options, next(seeds))
+        modules = (ssd_loads, ssd_hopper)
+        emulate(modules, "_scan_roles", programs, list(args), options, next(seeds))
 
     monkeypatch.setattr(ssd_roles, "launch", run)
     monkeypatch.setattr(ssd_fused, "target", lambda where: 90)
