@@ -28,7 +28,8 @@ from nemotriton.kernels import fixed_order
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.gemm_fixed import fixed_matmul, product_order
 from nemotriton.kernels.gemm_parts import LEAST_TOKENS, parts_matmul, takes_parts
-from nemotriton.kernels.gemm_square import _square, describable, square, square_tile
+from nemotriton.kernels.gemm_roles import NUMBERS, _roles, multiply_many
+from nemotriton.kernels.gemm_square import _square, describable, square_tile
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
     WIDE,
@@ -183,7 +184,7 @@ def matmul(
             return parts_matmul(x, weight)
         tile = _parts_tile(Case(N=N, K=K), T, PARTS_SHAPE)
     if not ieee and ("STREAM" in tile or ("TMA" in tile and describable(x, weight))):
-        form = stream if "STREAM" in tile else square
+        form = stream if "STREAM" in tile else multiply_many
         form(x, weight, (None, None), bias, squared, residual, y, tile)
         return y
     if "TMA" in tile:
@@ -345,6 +346,7 @@ def _swapped(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
 
 def _pointers(tile: Tile) -> Tile:
     """The tile of the form without descriptors that has the same blocks."""
+    tile = square_tile(SQUARE[0]) if "ROLES" in tile else tile
     blocks = {k: v for k, v in tile.items() if k not in ("TMA", "HALVES")}
     return Tile(**blocks).but(SWAP=False, SPLITS=1)
 
@@ -391,7 +393,7 @@ def _default(case: Case, tokens: int) -> Tile:
     if tokens <= 512:  # descriptors cost the host more time than the GPU has work
         splits = _splits(case, 128, 264 // cdiv(tokens, 128))
         return _pointers(square_tile(SQUARE[0])).but(SPLITS=splits)
-    return square_tile(SQUARE[0])
+    return NUMBERS if on_hopper() else square_tile(SQUARE[0])
 
 
 def _tiles(case: Case) -> list[Tile]:
@@ -402,7 +404,7 @@ def _tiles(case: Case) -> list[Tile]:
         return [*stream_tiles(4), *split]
     swapped = [_swapped(case, shape, p) for shape in SWAPPED for p in PROGRAMS]
     squares = [square_tile(shape) for shape in SQUARE]
-    return [*stream_tiles(2), *dict.fromkeys(swapped), *squares, *map(_pointers, squares)]
+    return [*stream_tiles(2), *dict.fromkeys(swapped), *squares, NUMBERS, *map(_pointers, squares)]
 
 
 def _suits(tile: Tile, tokens: int) -> bool:
@@ -428,7 +430,7 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 MATMUL = KernelSpec(
     terms=lambda case: case.K,
     op=matmul,
-    kernels=(_matmul, _sum_splits, _stream, _square),
+    kernels=(_matmul, _sum_splits, _stream, _square, _roles),
     cases=_cases,
     small=[Case(N=80, K=64, ieee=0), Case(N=37, K=51, ieee=0), Case(N=33, K=1100, ieee=1)],
     tokens=(1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192),

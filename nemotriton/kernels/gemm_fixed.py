@@ -10,9 +10,10 @@ there is no such form (NVFP4 as it is stored) generated tokens take mma.sync wit
 from typing import Any
 
 from nemotriton.kernels.fixed_order import DECODE
+from nemotriton.kernels.gemm_roles import CODES, NUMBERS
 from nemotriton.kernels.gemm_square import square_tile
 from nemotriton.kernels.gemm_stream import WIDE, _shape
-from nemotriton.kernels.op import Case, Tile
+from nemotriton.kernels.op import Case, Tile, on_hopper
 
 FEW = 512  # tokens up to which a prompt's tiles are read without descriptors, see `gemm`
 
@@ -61,7 +62,7 @@ def fixed_matmul(case: Case, tokens: int, phase: str) -> Tile:
     if case.ieee:  # as few parts as `gemm._parts_tile` makes
         return _plain((64, 64, 64, 4, 3), 4).but(SWAP=False)
     if tokens > FEW:
-        return square_tile((128, 128, 64, 8, 3))
+        return NUMBERS if on_hopper() else square_tile((128, 128, 64, 8, 3))
     shape = (64, 64, 64, 4, 4) if tokens <= 64 else (128, 128, 64, 8, 3)
     return _plain(shape, 1).but(SWAP=False)
 
@@ -72,9 +73,10 @@ def fixed_fp8(case: Case, tokens: int, phase: str) -> Tile:
         return fixed_stream(case.N, tokens, 1)
     if case.Q:
         shape = (64, 64 if tokens <= 64 else 128, 128, 4, 4)
-        return square_tile(shape if tokens <= 256 else (128, 128, 128, 8, 3))
-    if tokens > FEW:
-        return square_tile((128, 128, 64, 8, 3))  # of a widened weight, or else by `generic_tile`
+        many = CODES if on_hopper() else square_tile((128, 128, 128, 8, 3))
+        return square_tile(shape) if tokens <= 256 else many
+    if tokens > FEW:  # of a widened weight, or else by `generic_tile`
+        return NUMBERS if on_hopper() else square_tile((128, 128, 64, 8, 3))
     return _plain((64, 64, 64, 4, 3) if tokens <= 64 else (128, 128, 64, 8, 3), 1)
 
 

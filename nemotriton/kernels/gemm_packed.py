@@ -25,7 +25,8 @@ from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
 from nemotriton.kernels.gemm_direct import _direct_packed, direct_packed, direct_tile, is_direct
 from nemotriton.kernels.gemm_quant import nvfp4_matmul_ref
 from nemotriton.kernels.gemm_quant_tiles import WIDENED, widened_tile
-from nemotriton.kernels.gemm_square import _square, describable, square
+from nemotriton.kernels.gemm_roles import _roles, multiply_many
+from nemotriton.kernels.gemm_square import _square, describable
 from nemotriton.kernels.gemm_stream import FIRST, finish
 from nemotriton.kernels.gemm_wide import _order, order_columns
 from nemotriton.kernels.hopper_pack import (
@@ -213,7 +214,7 @@ def packed_matmul(
         wide = widen_packed.triton(words, rows, K, x.dtype) if describable(x) else None
         if wide is not None and describable(wide):
             squared = epilogue == "relu2"
-            square(x, wide, (global_scale, None), bias, squared, residual, y, tile)
+            multiply_many(x, wide, (global_scale, None), bias, squared, residual, y, tile)
             return y
         tile = _many_tile(Case(N=rows, K=K), _MANY[2], T)
     if "GROUPS" in tile and not is_direct(tile, x, K):
@@ -399,7 +400,16 @@ def _cost(case: Case, T: int, dtype: torch.dtype) -> Cost:
 PACKED_MATMUL = KernelSpec(
     terms=lambda case: case.K,
     op=packed_matmul,
-    kernels=(_stream_packed, _direct_packed, _order, _packed, _sum_splits, packed_product, _square),
+    kernels=(
+        _stream_packed,
+        _direct_packed,
+        _order,
+        _packed,
+        _sum_splits,
+        packed_product,
+        _square,
+        _roles,
+    ),
     cases=lambda config: [Case(N=n, K=k) for n, k in quantised_sizes(config)],
     small=[Case(N=80, K=336), Case(N=37, K=80), Case(N=160, K=1040), Case(N=40, K=1024)],
     tokens=(4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192),

@@ -6,7 +6,7 @@
            so that fp16 outputs do not overflow before it
 
 From WIDEN_TOKENS tokens on V of an FP8 weight is written out in 16 bits first (`widen`), and the
-product is that of `gemm_square`.
+product is that of `gemm_square`, on Hopper of `gemm_roles`.
 
 Activations stay as they are (w8a16, w4a16) unless `input_scale` is given: then x is quantised with
 it, to e4m3 (w8a8) or in blocks of 16 to NVFP4 (w4a4), and its scale joins the weight's. The values
@@ -51,7 +51,8 @@ from nemotriton.kernels.gemm_quant_tiles import (
     quant_suits,
     quant_tiles,
 )
-from nemotriton.kernels.gemm_square import _square, describable, square
+from nemotriton.kernels.gemm_roles import _roles, multiply_many
+from nemotriton.kernels.gemm_square import _square, describable
 from nemotriton.kernels.gemm_stream import (
     STREAM_TOKENS,
     _stream,
@@ -281,13 +282,13 @@ def _run(
         # of e4m3 products Hopper keeps 14 bits of a sum: enough for 16-bit results only
         if "TMA" in tile and x.dtype != torch.float32 and describable(values):
             codes = quantize_fp8.triton(x, input_scale)
-            square(codes, values.view(codes.dtype), (scale, input_scale), *ends)
+            multiply_many(codes, values.view(codes.dtype), (scale, input_scale), *ends)
             return y
         x = round_rows(x, input_scale, scales is not None)
     elif "TMA" in tile and T >= WIDEN_TOKENS and x.dtype != torch.float32 and describable(x):
         widened = widen_fp8.triton(values.view(torch.float8_e4m3fn), x.dtype)
         if describable(widened):
-            square(x, widened, (scale, None), *ends)
+            multiply_many(x, widened, (scale, None), *ends)
             return y
     if "GROUPS" in tile and not is_direct(tile, x, K, values):
         tile = stream_tile(N, min(T, STREAM_TOKENS), 1)
@@ -389,7 +390,7 @@ def _spec(
     return KernelSpec(
         terms=lambda case: case.K,
         op=wrapper,
-        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _order, _wide, _square),
+        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _order, _wide, _square, _roles),
         cases=lambda config: [
             Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],
