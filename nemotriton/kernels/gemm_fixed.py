@@ -34,6 +34,8 @@ def product_order(tile: Tile) -> Any:
         return "stream", tile["num_warps"], step, turned
     if "WIDE" in tile:
         return "wide", step, tile["SPLITS"]
+    if "CODES" in tile:
+        return "codes", step, tile["SPLITS"]
     swap = bool(tile.get("SWAP", False))
     tall = int(tile["BLOCK_N"] if swap else tile["BLOCK_T"])
     codes = "TMA" in tile and step > 64  # multiplies e4m3 codes; other tiles the numbers they mean

@@ -12,8 +12,9 @@ Activations stay as they are (w8a16, w4a16) unless `input_scale` is given: then 
 it, to e4m3 (w8a8) or in blocks of 16 to NVFP4 (w4a4), and its scale joins the weight's. The values
 that x's codes stand for are exact in x's dtype; they take x's place.
 
-On Hopper a few tokens take the direct form (`gemm_direct`), some more the wide one (`gemm_wide`);
-elsewhere, and for what those cannot read, there are the streaming and the plain form.
+On Hopper a few tokens take the direct form (`gemm_direct`), some more the wide one (`gemm_wide`),
+and w8a8 that of codes (`gemm_codes`) for both; elsewhere, and for what those cannot read, there are
+the streaming and the plain form.
 
 x [T, K] with a free row stride; FP8 weight e4m3 [N, K]; NVFP4 codes uint8 [N, K/2] and scales e4m3
 [N, K/16]; bias, epilogue, residual and out_dtype as in `gemm.matmul`.
@@ -40,6 +41,7 @@ from nemotriton.kernels.fp4 import (
     random_nvfp4,
 )
 from nemotriton.kernels.gemm import _sum_splits, check_rows, sum_splits
+from nemotriton.kernels.gemm_codes import _codes, codes
 from nemotriton.kernels.gemm_direct import _direct, direct, is_direct
 from nemotriton.kernels.gemm_fixed import fixed_fp8, fixed_nvfp4, product_order
 from nemotriton.kernels.gemm_quant_tiles import (
@@ -95,7 +97,12 @@ def fp8_matmul_ref(
     """Twin of `fp8_matmul`."""
     values = weight.to(acc_dtype(x))
     scales = (weight_scale, input_scale)
-    return _linear_ref(x, values, scales, fp8_codes_ref, bias, epilogue, residual, out_dtype)
+    quantise = _as_codes if x.dtype == torch.float8_e4m3fn else fp8_codes_ref
+    return _linear_ref(x, values, scales, quantise, bias, epilogue, residual, out_dtype)
+
+
+def _as_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def nvfp4_matmul_ref(
@@ -210,7 +217,13 @@ def fp8_matmul(
 ) -> torch.Tensor:
     """epilogue(weight_scale * (x weight^T) + bias) for x [T, K], weight e4m3 [N, K]: [T, N].
 
-    With `input_scale` x is quantised to e4m3 first (w8a8), saturating; else it stays (w8a16)."""
+    With `input_scale` x is quantised to e4m3 first (w8a8), saturating; else it stays (w8a16). Such
+    codes may be given as x, with an `out_dtype`: the bits are those of x quantised here."""
+    coded = x.dtype == torch.float8_e4m3fn
+    require(
+        not coded or (input_scale is not None and out_dtype is not None),
+        "x as e4m3 codes needs the input_scale that they were made with, and an out_dtype",
+    )
     require(
         weight.ndim == 2 and weight.dtype == torch.float8_e4m3fn and weight.stride(1) == 1,
         f"weight must be float8_e4m3fn [N, K] with unit stride along K, got {weight.dtype}",
@@ -268,23 +281,28 @@ def _run(
         x.ndim == 2 and x.shape[1] == K > 0,
         f"x of shape {tuple(x.shape)} does not match a weight of [{N}, {K}]",
     )
-    require(x.dtype in X_DTYPES, f"x must be bf16, fp16 or fp32, got {x.dtype}")
-    check_rows(x, N, bias, epilogue, residual)
     values, scales, scale, input_scale = weight
+    coded = x.dtype == torch.float8_e4m3fn and scales is None
+    require(coded or x.dtype in X_DTYPES, f"x must be bf16, fp16 or fp32, got {x.dtype}")
+    check_rows(x, N, bias, epilogue, residual)
     check_scale(scale, "the weight's scale")
     T = x.shape[0]
     y = torch.empty((T, N), dtype=out_dtype or x.dtype, device=x.device)
-    tile = spec.tile(T, x, N=N, K=K, Q=int(input_scale is not None))
+    tile = spec.tile(T, y if coded else x, N=N, K=K, Q=int(input_scale is not None))
     squared = epilogue == "relu2"
     ends = (bias, squared, residual, y, tile)
     if input_scale is not None:
         check_scale(input_scale, "input_scale")
         # of e4m3 products Hopper keeps 14 bits of a sum: enough for 16-bit results only
-        if "TMA" in tile and x.dtype != torch.float32 and describable(values):
-            codes = quantize_fp8.triton(x, input_scale)
-            multiply_many(codes, values.view(codes.dtype), (scale, input_scale), *ends)
+        form = _form_of_codes(tile, x, values)
+        if form is not None:
+            rows = x if coded else quantize_fp8.triton(x, input_scale)
+            form(rows, values.view(rows.dtype), (scale, input_scale), *ends)
             return y
-        x = round_rows(x, input_scale, scales is not None)
+        if coded:
+            x = widen_fp8.triton(x, torch.bfloat16 if y.dtype == torch.float32 else y.dtype)
+        else:
+            x = round_rows(x, input_scale, scales is not None)
     elif "TMA" in tile and T >= WIDEN_TOKENS and x.dtype != torch.float32 and describable(x):
         widened = widen_fp8.triton(values.view(torch.float8_e4m3fn), x.dtype)
         if describable(widened):
@@ -296,7 +314,7 @@ def _run(
     if form is not None:
         form(x, values, (scale, input_scale), *ends[:-1], tile)
         return y
-    if not {"TMA", "STREAM", "WIDE"}.isdisjoint(tile):
+    if not {"TMA", "STREAM", "WIDE", "CODES"}.isdisjoint(tile):
         # one tile for all tokens of a phase; that of many tokens sums as a widened weight's does
         few = 16 if fixed_order.phase() else T
         tile = generic_tile(Case(N=N, K=K), max(T, WIDEN_TOKENS) if tile in WIDENED else few)
@@ -304,6 +322,16 @@ def _run(
         tile = tile.but(BLOCK_T=16, BLOCK_N=64, BLOCK_K=32, num_warps=4)
     _run_generic(x, N, weight, bias, squared, residual, y, tile)
     return y
+
+
+def _form_of_codes(tile: Tile, x: torch.Tensor, values: torch.Tensor) -> Callable[..., None] | None:
+    """What multiplies e4m3 codes of x; None where the tile does not ask for it, or it cannot be."""
+    coded = x.dtype == torch.float8_e4m3fn
+    if x.dtype == torch.float32 or 0 in x.shape or x.shape[1] % 16 or not describable(values):
+        return None
+    if coded and not describable(x):
+        return None
+    return multiply_many if "TMA" in tile else codes if "CODES" in tile else None
 
 
 def _form_of_few(tile: Tile, x: torch.Tensor, values: torch.Tensor) -> Callable[..., None] | None:
@@ -371,6 +399,9 @@ def _make_nvfp4(
     }
 
 
+KERNELS = (_matmul_quant, _sum_splits, _stream, _direct, _order, _wide, _square, _roles, _codes)
+
+
 def _spec(
     wrapper: Any,
     make: Callable[..., Args],
@@ -390,7 +421,7 @@ def _spec(
     return KernelSpec(
         terms=lambda case: case.K,
         op=wrapper,
-        kernels=(_matmul_quant, _sum_splits, _stream, _direct, _order, _wide, _square, _roles),
+        kernels=KERNELS,
         cases=lambda config: [
             Case(N=n, K=k, Q=q) for n, k in quantised_sizes(config) for q in inputs
         ],

@@ -6,6 +6,7 @@ from L2, at 5.5 TB/s together with W. So blocks are wide, and K is split where t
 """
 
 from nemotriton.kernels.gemm import SQUARE
+from nemotriton.kernels.gemm_codes import codes_tile
 from nemotriton.kernels.gemm_direct import direct_tile
 from nemotriton.kernels.gemm_roles import CODES, NUMBERS, roles_tile
 from nemotriton.kernels.gemm_square import square_tile
@@ -39,7 +40,8 @@ def generic_tile(case: Case, tokens: int, widest: int = 128) -> Tile:
 
 
 def _few_fp8(case: Case, tokens: int) -> Tile | None:
-    """A tile of Hopper's own forms for up to 256 tokens, where one was measured to be the best."""
+    """A tile of Hopper's own forms for up to 256 tokens whose activations stay as they are, where
+    one was measured to be the best."""
     if not on_hopper():
         return None
     wide, shares = case.N >= WIDE, cdiv(cdiv(case.N, 16), PROCESSORS)
@@ -49,7 +51,7 @@ def _few_fp8(case: Case, tokens: int) -> Tile | None:
         if shares == 3:
             return DIRECT_FP8[2] if tokens <= 8 else None
         return DIRECT_FP8[1 if tokens <= 8 else 3]
-    if tokens <= 8 or (case.Q and tokens > 16) or not (wide or tokens > 16):
+    if tokens <= 8 or not (wide or tokens > 16):
         return None
     if tokens > 64:
         return _some_fp8(case, tokens) if tokens <= 256 else None
@@ -71,8 +73,32 @@ def _some_fp8(case: Case, tokens: int) -> Tile | None:
     return wide_tile(128, 64, 128, 4, 3, splits) if case.K % 128 == 0 else None
 
 
+def _coded_fp8(case: Case, tokens: int) -> Tile | None:
+    """A tile that multiplies codes for up to 256 tokens, on Hopper.
+
+    All programs are on the GPU at once: three a multiprocessor of many outputs; of fewer two, with
+    K in parts that are equal where they can be; one, with room for most of what it reads, where
+    that occupies more than half of the GPU, or the parts' sums would be many."""
+    if not on_hopper() or tokens > 256:
+        return None
+    t = min(128, max(16, next_pow2(tokens)))
+    if case.N >= WIDE:
+        return _CODES_MANY[t]
+    programs = cdiv(case.N, 64) * cdiv(tokens, t)
+    if t == 128 or programs > PROCESSORS // 2:
+        splits = max(1, min(PROCESSORS // programs, 4))
+        alone = programs * splits <= PROCESSORS
+        k, stages = (_CODES_ALONE if alone else _CODES_PAIR)[t]
+    else:
+        k, stages = _CODES_PAIR[t]
+        most = max(1, min(2 * PROCESSORS // programs, 4, case.K // 1024))
+        equal = (s for s in range(most, 1, -1) if cdiv(case.K, k) % s == 0)
+        splits = next(equal, most)
+    return codes_tile(t, 64, k, 4, stages, splits)
+
+
 def fp8_default(case: Case, tokens: int) -> Tile:
-    tile = _few_fp8(case, tokens)
+    tile = _coded_fp8(case, tokens) if case.Q else _few_fp8(case, tokens)
     if tile is not None:
         return tile
     if tokens <= 8 or (tokens <= STREAM_TOKENS and case.N < WIDE):
@@ -86,9 +112,7 @@ def fp8_default(case: Case, tokens: int) -> Tile:
         return square_tile((64, n, 128, 4, 3))
     if tokens <= 256 and case.N < WIDE:
         return square_tile(SQUARE_FP8[3 if case.N >= 5000 else 2])
-    if on_hopper():
-        return CODES if tokens > 256 else _HALVES_FP8[0]
-    return square_tile(SQUARE_FP8[0])
+    return CODES if on_hopper() else square_tile(SQUARE_FP8[0])
 
 
 # Tokens from which an FP8 weight is decoded once for all of them, into memory: 3 bytes a weight
@@ -143,6 +167,22 @@ _WIDE_FP8 = (
     wide_tile(128, 64, 128, 4, 3, 2),
     wide_tile(128, 64, 128, 4, 3, 4),
 )
+_CODES_MANY = {  # by the block of tokens
+    t: codes_tile(t, 64, k, 4, stages, 1, ahead=2)
+    for t, k, stages in ((16, 256, 3), (32, 256, 3), (64, 128, 4), (128, 128, 3))
+}
+# (BLOCK_K, num_stages) by the block of tokens, of programs in pairs and alone
+_CODES_PAIR = {16: (256, 5), 32: (256, 4), 64: (128, 6), 128: (128, 4)}
+_CODES_ALONE = {16: (256, 5), 32: (256, 8), 64: (256, 6), 128: (256, 4)}
+CODES_FP8 = (
+    *_CODES_MANY.values(),
+    *(
+        codes_tile(t, 64, *shape)
+        for t in _CODES_PAIR
+        for k, stages in dict.fromkeys((_CODES_PAIR[t], _CODES_ALONE[t]))
+        for shape in ((k, 4, stages, splits) for splits in (1, 2, 3, 4))
+    ),
+)
 
 
 def quant_tiles(case: Case) -> list[Tile]:
@@ -159,7 +199,7 @@ def quant_tiles(case: Case) -> list[Tile]:
 def fp8_tiles(case: Case) -> list[Tile]:
     squares = [*_ROLES_FP8, *_HALVES_FP8, *map(square_tile, SQUARE_FP8)] if case.Q else WIDENED
     few = [_few_tile(*shape) for shape in _FEW_FP8 if 256 * shape[-1] <= case.K]
-    own = [*DIRECT_FP8, *_WIDE_FP8]
+    own = [*DIRECT_FP8, *(CODES_FP8 if case.Q else ()), *_WIDE_FP8]
     return [*stream_tiles(1), *own, *squares, *few, *quant_tiles(case)[: 3 if case.Q else None]]
 
 
@@ -188,6 +228,8 @@ def quant_suits(tile: Tile, tokens: int) -> bool:
         return stream_suits(tile, tokens)
     if "GROUPS" in tile:
         return tokens <= 16 and tile["BLOCK_T"] == max(8, next_pow2(tokens))
+    if "CODES" in tile:
+        return tokens <= 256 and tile["BLOCK_T"] == min(128, max(16, next_pow2(tokens)))
     if "WIDE" in tile:
         return 8 < tokens <= 64 and tile["BLOCK_T"] == max(16, next_pow2(tokens))
     if tile in WIDENED:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.fp4 import (
     GROUP,
@@ -71,10 +72,13 @@ def relu2_fp8_ref(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _quantize(
     x_ptr, scale_ptr, codes_ptr, scales_ptr, x_stride, D,
-    RELU2: tl.constexpr, FP4: tl.constexpr, BLOCK_D: tl.constexpr,
+    RELU2: tl.constexpr, FP4: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_D columns of a row to bytes."""
     pid = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     blocks = tl.cdiv(D, BLOCK_D)
     t, first = pid // blocks, pid % blocks * BLOCK_D
     d = first + tl.arange(0, BLOCK_D)
@@ -171,7 +175,7 @@ def _run(
     tile = spec.tile(T, x, D=D)
     grid = (T * cdiv(D, int(tile["BLOCK_D"])),)
     args = (x, scale, codes, scales, x.stride(0), D)
-    launch(_quantize, grid, *args, RELU2=squared, FP4=fp4, **tile)
+    launch(_quantize, grid, *args, RELU2=squared, FP4=fp4, **as_dependent(x), **tile)
     return codes, scales
 
 
