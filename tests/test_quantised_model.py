@@ -13,6 +13,7 @@ from nemotriton.engine.loading import Limits, place, random_weights
 from nemotriton.errors import CheckpointError, ConfigError
 from nemotriton.generate.__main__ import app
 from nemotriton.kernels import route_experts
+from nemotriton.kernels.op import counting_calls
 from nemotriton.model.config import ModelConfig
 from nemotriton.model.expected import expected
 from nemotriton.model.formats import Algorithm, Format, QuantScheme
@@ -210,6 +211,28 @@ def test_activations_at_fp8_matrices_alone(paths: dict[str, Any]) -> None:
             mixed[act_quant] = harness.run(llm.runner.model, IDS)[0]
     assert not torch.equal(mixed["fp8"], mixed[False])
     assert sqnr(mixed["fp8"], mixed[False]) > sqnr(mixed[True], mixed[False])
+
+
+def test_norms_hand_on_codes_that_their_reader_would_make(
+    paths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits are those of norms in 16 bits, quantised in the product; fp32 hands on no codes."""
+    path, _ = paths["super-mixed"]
+    with LLM(path, dtype="bfloat16", act_quant="fp8", **LIMITS) as llm:
+        model = llm.runner.model
+        with counting_calls() as called:
+            found = harness.run(model, IDS, [5, -1, len(IDS) - 6])[0]
+        assert called["add_rms_norm_fp8"]
+        assert called["gated_rms_norm_fp8"]
+        monkeypatch.setattr(Linear, "code_scale", None)
+        with counting_calls() as called:
+            want = harness.run(model, IDS, [5, -1, len(IDS) - 6])[0]
+        assert "add_rms_norm_fp8" not in called
+        assert "gated_rms_norm_fp8" not in called
+    assert torch.equal(found, want)
+    monkeypatch.undo()
+    with LLM(path, dtype="float32", act_quant="fp8", **LIMITS) as llm:
+        assert all(block.code_scale is None for block in llm.runner.model.blocks)
 
 
 def test_an_fp8_matrix_without_input_scale_stays_w8a16(

@@ -5,10 +5,12 @@
 
 y is rounded to x's dtype before the quantiser sees it: the bytes are those of `add_rms_norm` or
 `gated_rms_norm` followed by `quantize_nvfp4` or `quantize_fp8`. Shapes as in `rms_norm`; the
-global scale (NVFP4) or scale (FP8) is fp32, one number.
+global scale (NVFP4) or scale (FP8) is fp32, one number. For that the tiles are those of the plain
+norm, tuned ones too: a tile decides in which order squares are added. Dependent launches, as there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fp4 import GROUP, store_codes
-from nemotriton.kernels.op import Args, Case, Cost, Exact, KernelSpec, launch, op
+from nemotriton.kernels.op import Args, Case, Cost, Exact, KernelSpec, Tile, launch, op
 from nemotriton.kernels.quantize import (
     check_columns,
     check_scale,
@@ -27,6 +30,9 @@ from nemotriton.kernels.quantize import (
     row_maker,
 )
 from nemotriton.kernels.rms_norm import (
+    ADD_RMS_NORM,
+    FEW,
+    GATED_RMS_NORM,
     add_rms_norm_ref,
     check_rows,
     gated_rms_norm_ref,
@@ -41,14 +47,18 @@ E4M3 = torch.float8_e4m3fn
 @triton.jit
 def _add_rms_norm_quant(
     x_ptr, r_ptr, w_ptr, scale_ptr, codes_ptr, scales_ptr, s_ptr, x_stride, r_stride, D, eps,
-    FP4: tl.constexpr, BLOCK_D: tl.constexpr,
+    FP4: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     mask = d < D
+    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + t * x_stride + d, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_D]
     r = tl.load(r_ptr + t * r_stride + d, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)
     s = (r + x).to(s_ptr.dtype.element_ty)
     tl.store(s_ptr + t * D + d, s, mask=mask)
     u = s.to(tl.float32)
@@ -60,15 +70,19 @@ def _add_rms_norm_quant(
 @triton.jit
 def _gated_rms_norm_quant(
     x_ptr, z_ptr, w_ptr, scale_ptr, codes_ptr, scales_ptr, x_stride, z_stride, D, eps, groups,
-    FP4: tl.constexpr, BLOCK_D: tl.constexpr,
+    FP4: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)  # within the group; D is the group's width
     mask = d < D
+    w = tl.load(w_ptr + g * D + d, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + t * x_stride + g * D + d, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + t * z_stride + g * D + d, mask=mask, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + g * D + d, mask=mask, other=0.0).to(tl.float32)
     u = x * z * tl.sigmoid(z)
     y = u * tl.rsqrt(tl.sum(u * u, 0) / D + eps) * w
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
@@ -95,7 +109,8 @@ def _add(
     codes, scales = new_codes(T, D, fp4, x.device)
     total = torch.empty((T, D), dtype=residual.dtype, device=x.device)
     args = (x, residual, weight, scale, codes, scales, total, x.stride(0), residual.stride(0))
-    launch(_add_rms_norm_quant, (T,), *args, D, eps, FP4=fp4, **spec.tile(T, x, D=D))
+    constants = {"FP4": fp4, "EARLY": T <= FEW, **as_dependent(x), **spec.tile(T, x, D=D)}
+    launch(_add_rms_norm_quant, (T,), *args, D, eps, **constants)
     return codes, scales, total
 
 
@@ -125,7 +140,8 @@ def _gated(
     codes, scales = new_codes(T, D, fp4, x.device)
     args = (x, z, weight, scale, codes, scales, x.stride(0), z.stride(0), width, eps, groups)
     tile = spec.tile(T, x, D=width, G=groups)
-    launch(_gated_rms_norm_quant, (T, groups), *args, FP4=fp4, **tile)
+    constants = {"FP4": fp4, "EARLY": T * groups <= FEW, **as_dependent(x), **tile}
+    launch(_gated_rms_norm_quant, (T, groups), *args, **constants)
     return codes, scales
 
 
@@ -247,6 +263,16 @@ def gated_rms_norm_fp8(
 TOLERANCE = Exact(share=1e-4, reason="a norm beside a rounding boundary may take the next code")
 
 
+@dataclass(frozen=True)
+class _Fused(KernelSpec):
+    """A spec whose op takes the tiles of another one, `plain`."""
+
+    plain: KernelSpec = ADD_RMS_NORM
+
+    def _choose(self, tokens: int, where: torch.Tensor, axes: Mapping[str, Any]) -> Tile:
+        return self.plain.tile(tokens, where, **axes)
+
+
 def _maker(scale_name: str, second: str) -> Callable[..., Args]:
     rows = row_maker(scale_name)
 
@@ -278,7 +304,8 @@ def _spec(wrapper: Any, scale_name: str, second: str, fp4: bool) -> KernelSpec:
         width = case.D * case.get("G", 1)
         return Cost(16 * T * width, int(T * width * (read * dtype.itemsize + stored)))
 
-    return KernelSpec(
+    return _Fused(
+        plain=GATED_RMS_NORM if gated else ADD_RMS_NORM,
         terms=lambda case: case.D,
         op=wrapper,
         kernels=(_gated_rms_norm_quant if gated else _add_rms_norm_quant,),

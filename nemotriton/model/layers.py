@@ -23,6 +23,7 @@ from torch import nn
 from nemotriton.errors import require
 from nemotriton.kernels import (
     Routing,
+    add_rms_norm_fp8,
     fp8_matmul,
     matmul,
     nvfp4_matmul,
@@ -135,7 +136,7 @@ class Linear(Matrix):
     def __init__(self, rows: int, cols: int, scope: Scope, bias: bool = False) -> None:
         super().__init__(rows, cols, scope)
         self.bias = parameter((rows,), scope.dtype, scope.device) if bias else None
-        self.rows = rows
+        self.rows, self.dtype = rows, scope.dtype
         self.packable = (
             self.storage is Format.NVFP4
             and not self.quantises
@@ -158,6 +159,13 @@ class Linear(Matrix):
         return self.storage in formats and not self.quantises and self.bias is None
 
     @property
+    def code_scale(self) -> torch.Tensor | None:
+        """What x may be quantised with to FP8 before it comes here; None where x must come as it
+        is. In fp32 products are exact, and codes are not multiplied."""
+        takes = self.storage is Format.FP8 and self.dtype != torch.float32
+        return self.used_input_scale if takes else None
+
+    @property
     def scale(self) -> torch.Tensor | None:
         """The scale of an FP8 weight; None of a BF16 one."""
         return self.weight_scale if self.storage is Format.FP8 else None
@@ -169,7 +177,11 @@ class Linear(Matrix):
         residual: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """x [T, cols] -> [T, rows]; epilogue "none", "relu2" or "residual" (adds `residual`)."""
+        """x [T, cols] -> [T, rows]; epilogue "none", "relu2" or "residual" (adds `residual`).
+
+        x may be e4m3 codes, made with `code_scale`."""
+        if x.dtype == torch.float8_e4m3fn:
+            out_dtype = out_dtype or self.dtype
         bias, rest = self.bias, (epilogue, residual, out_dtype)
         if self.packed:
             return packed_matmul(x, self.words, self.rows, self.weight_scale_2, bias, *rest)
@@ -223,8 +235,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm of residual + x, residual + x), x the sum of all ranks' x."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of residual + x, residual + x), x the sum of all ranks' x; with a scale the norm
+        may be FP8 codes of what it is without."""
+        if scale is not None and self.shard.ranks == 1:
+            return add_rms_norm_fp8(x, residual, self.weight, scale, self.eps)
         return self.shard.add_norm(x, residual, self.weight, self.eps)
 
 

@@ -10,6 +10,7 @@ from nemotriton.kernels import (
     causal_conv1d_update,
     fixed_order,
     gated_rms_norm,
+    gated_rms_norm_fp8,
     mamba_step,
     ssd_prefill,
     ssm_replay,
@@ -57,6 +58,11 @@ class MambaMixer(nn.Module):
         self.out_proj = Linear(config.width, m.inner, scope.at("out_proj"), m.proj_bias)
         self.register_buffer("A", None, persistent=False)
 
+    @property
+    def code_scale(self) -> torch.Tensor | None:
+        """What the norm before this layer may quantise with, see `Linear.code_scale`."""
+        return self.in_proj.code_scale
+
     def prepare(self) -> None:
         """Compute A = -exp(A_log) once the weights are in place."""
         self.A = -torch.exp(self.A_log.detach())
@@ -81,15 +87,19 @@ class MambaMixer(nn.Module):
     def forward(self, x: torch.Tensor, batch: Any, caches: Any) -> torch.Tensor:
         z, xBC, dt = self.split(self.in_proj(x))
         parts = []
+        one = batch.decode is not None and self._one_launch(xBC, batch.decode, caches.mamba)
+        scale = None if one else self.out_proj.code_scale
         if batch.decode is not None:
             span, n = batch.decode, batch.decode.end
-            if self._one_launch(xBC, span, caches.mamba):
+            if one:
                 parts.append(self._step(z[:n], xBC[:n], dt[:n], span, caches.mamba))
             else:
-                parts.append(self._gate(self._decode(xBC[:n], dt[:n], span, caches.mamba), z[:n]))
+                y = self._decode(xBC[:n], dt[:n], span, caches.mamba)
+                parts.append(self._gate(y, z[:n], scale))
         if batch.prefill is not None:
             span, n = batch.prefill, batch.prefill.start
-            parts.append(self._gate(self._prefill(xBC[n:], dt[n:], span, caches.mamba), z[n:]))
+            y = self._prefill(xBC[n:], dt[n:], span, caches.mamba)
+            parts.append(self._gate(y, z[n:], scale))
         return self.out_proj(joined(parts))
 
     def _one_launch(self, xBC: torch.Tensor, span: Any, states: Any) -> bool:
@@ -102,9 +112,14 @@ class MambaMixer(nn.Module):
         fits = self.mamba.conv_width <= WIDEST and span.slots.shape[0] <= FEW
         return one and fits and mamba_step.uses_triton((xBC,), {})
 
-    def _gate(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        norm = self.norm
-        return gated_rms_norm(y.flatten(1), z, norm.weight, norm.eps, self.mamba.groups)
+    def _gate(
+        self, y: torch.Tensor, z: torch.Tensor, scale: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The gated norm [T, inner]; with a scale as FP8 codes."""
+        norm, groups = self.norm, self.mamba.groups
+        if scale is None:
+            return gated_rms_norm(y.flatten(1), z, norm.weight, norm.eps, groups)
+        return gated_rms_norm_fp8(y.flatten(1), z, norm.weight, scale, norm.eps, groups)
 
     def _step(
         self, z: torch.Tensor, xBC: torch.Tensor, dt: torch.Tensor, span: Any, states: Any

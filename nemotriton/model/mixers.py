@@ -116,6 +116,11 @@ class MlpMixer(nn.Module):
         self.up_proj = Linear(inner, width, scope.at("up_proj"), bias)
         self.down_proj = Linear(width, inner, scope.at("down_proj"), bias)
 
+    @property
+    def code_scale(self) -> torch.Tensor | None:
+        """What the norm before this layer may quantise with, see `Linear.code_scale`."""
+        return self.up_proj.code_scale
+
     def forward(
         self,
         x: torch.Tensor,

@@ -20,7 +20,7 @@ from nemotriton.model.config import LayerKind, ModelConfig
 from nemotriton.model.formats import UNQUANTISED, ActQuant, Format, QuantScheme
 from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mamba import MambaMixer
-from nemotriton.model.mixers import AttentionMixer, MoeMixer, make_mixer
+from nemotriton.model.mixers import AttentionMixer, MlpMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
 from nemotriton.model.packing import copies_head
 from nemotriton.model.parallel import ONE, Shard
@@ -37,6 +37,12 @@ class Block(nn.Module):
         at = scope.dtype, scope.device, scope.shard
         self.norm = RMSNorm(config.width, config.eps, *at)
         self.mixer = mixer
+
+    @property
+    def code_scale(self) -> torch.Tensor | None:
+        """The scale of FP8 codes that the norm may give to its one reader; None where it has
+        several, or where they read numbers."""
+        return self.mixer.code_scale if isinstance(self.mixer, MambaMixer | MlpMixer) else None
 
 
 class NemotronH(nn.Module):
@@ -110,7 +116,8 @@ class NemotronH(nn.Module):
             if delta is None:
                 x = block.norm(residual.to(self.dtype))
             else:
-                x, residual = block.norm.add(delta, residual)
+                scale = block.code_scale if probe is None else None
+                x, residual = block.norm.add(delta, residual, scale)
                 if probe is not None:
                     probe(f"layers.{i - 1}", residual)
             delta = block.mixer(x, batch, caches)

@@ -7,7 +7,7 @@ import torch
 
 from nemotriton.engine.llm import LLM
 from nemotriton.kernels.op import use
-from nemotriton.model.layers import Experts
+from nemotriton.model.layers import Experts, Linear
 from nemotriton.model.packing import forced_packing
 from tests import harness
 from tests.flavours import FLAVOURS, super_mixed
@@ -25,6 +25,17 @@ def test_kernels_and_twins_agree_on_a_whole_model(act_quant: bool, tmp_path: Pat
         with use({"*": "ref"}):
             want, _ = harness.run(model, IDS, [5, -2])
     assert float((found - want).norm() / want.norm()) < 1e-5
+
+
+def test_norms_hand_on_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels: the bits of norms in bf16 whose rows are quantised in the product."""
+    super_mixed(tmp_path / "m")
+    options = {"dtype": "bfloat16", "device": "cpu", "max_context": 128}
+    with LLM(tmp_path / "m", act_quant="fp8", **options) as llm:
+        found, _ = harness.run(llm.runner.model, IDS, [5, -1, 1])
+        monkeypatch.setattr(Linear, "code_scale", None)
+        want, _ = harness.run(llm.runner.model, IDS, [5, -1, 1])
+    assert torch.equal(found, want)
 
 
 @pytest.mark.parametrize("flavour", ["super-mixed", "all nvfp4"])
