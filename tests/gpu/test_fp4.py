@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nemotriton.kernels as K
+from nemotriton.kernels.fp4 import random_fp8
 from nemotriton.kernels.op import Case, use_tile
 from nemotriton.kernels.rms_norm import row_default
 from tests.interpreter import test_fp4 as checks
@@ -77,3 +78,13 @@ def test_fused_bytes_are_those_of_the_pair(
 
     h = torch.relu(x.float()).square().to(dtype)
     same_bytes(getattr(K, f"relu2_{scheme}")(x, scale), quantise(h, scale))
+
+
+@pytest.mark.parametrize("T", [1, 17, 200, 1100])
+def test_products_of_codes_given_and_of_codes_made(T: int, cuda: torch.device) -> None:
+    rng = torch.Generator(cuda).manual_seed(T)
+    x, weight = rows(T, 4096, torch.bfloat16, cuda, T), random_fp8((5376, 4096), cuda, rng)
+    scale, x_scale = torch.tensor(0.01, device=cuda), torch.tensor(2e-3, device=cuda)
+    want = K.fp8_matmul(x, weight, scale, x_scale)
+    codes = K.quantize_fp8(x, x_scale)
+    assert torch.equal(K.fp8_matmul(codes, weight, scale, x_scale, out_dtype=x.dtype), want)
