@@ -41,6 +41,7 @@ from nemotriton.autotune.trial import Facts
 from nemotriton.engine.loading import Weights
 
 app = application(__doc__)
+LONG = 100_000  # tokens; a longer prompt, of many equal steps, is measured once
 HEAD = "| tokens | ms | spread | tok/s | TFLOP/s | floor ms | % of floor | launches |"
 
 
@@ -74,7 +75,7 @@ def prompt(llm: LLM, tokens: int, seed: int) -> None:
 
 def measured(llm: LLM, weights: Weights, tokens: int, rates: Rates, repeat: int, piece: int) -> Row:
     """The numbers of one length."""
-    prompt(llm, tokens, 0)
+    prompt(llm, min(tokens, 2 * piece), 0)
     times = []
     for i in range(repeat):
         start = time.perf_counter()
@@ -149,7 +150,8 @@ def by(running: Running, lengths: list[int], repeat: int) -> Iterator[Row]:
     for tokens in lengths:
         words = f"{running.setup.words()} --tokens {tokens} --piece {piece}"
         row = running.row("prefill", tokens, f"python -m bench.prefill {words}", piece=piece)
-        row |= measured(llm, running.weights, tokens, rates, repeat, piece)
+        times = 1 if tokens > LONG else repeat
+        row |= measured(llm, running.weights, tokens, rates, times, piece)
         tables.append(kinds_table(row))
         print(line(row), flush=True)
         yield row
