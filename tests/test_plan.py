@@ -220,5 +220,6 @@ def test_work_holds_what_a_prompt_widens() -> None:
     one = {"max_requests": 1, "max_context": 600_000}
     more = plan(config, 999, **both, **one).work - plan(config, 999, kv_item=2, **one).work
     assert more == 2**20 * 2 * 256 * 2
-    short = {**hold, **both, "prefill_piece": 8}
-    assert plan(config, 999, **short).work < base, "pieces of a few tokens widen nothing"
+    few = {**hold, "prefill_piece": 8}
+    more = plan(config, 999, kv_item=1, **few).work - plan(config, 999, kv_item=2, **few).work
+    assert more == 2**28, "the keys of short pieces are widened, too"

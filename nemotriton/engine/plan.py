@@ -16,7 +16,7 @@ from nemotriton.engine.caches import PAGE_SIZE, SCORE_BYTES
 from nemotriton.engine.graphs import key_limits, ladder
 from nemotriton.engine.replay import ring_entry_bytes
 from nemotriton.errors import CapacityError
-from nemotriton.kernels.attention import WIDE_KEYS, WIDE_WORK
+from nemotriton.kernels.attention import WIDE_KEYS
 from nemotriton.kernels.attention_decode import most_splits
 from nemotriton.kernels.gemm_quant_tiles import WIDEN_TOKENS
 from nemotriton.kernels.op import next_pow2
@@ -212,8 +212,6 @@ class _Planner:
         """A layer's keys and values out of an fp8 cache, see `attend_prefill`."""
         attention, w = self.config.attention, self.wishes
         if attention is None or w.kv_item != 1 or w.item != 2:
-            return 0
-        if w.prefill_piece * context < WIDE_WORK:
             return 0
         keys = max(context, min(WIDE_KEYS, requests * context))
         return 2 * next_pow2(pages_for(keys)) * PAGE_SIZE * attention.kv_rows * w.item

@@ -19,6 +19,13 @@ import triton.language as tl
 from einops import rearrange
 
 from nemotriton.errors import require
+from nemotriton.kernels.attention_hopper import _attend_roles
+from nemotriton.kernels.attention_roles import (
+    _plan_items,
+    attend_by_roles,
+    has_roles,
+    suits_roles,
+)
 from nemotriton.kernels.fixed_order import FixedOrder, phase
 from nemotriton.kernels.op import (
     Case,
@@ -28,6 +35,7 @@ from nemotriton.kernels.op import (
     acc_dtype,
     launch,
     next_pow2,
+    on_hopper,
     op,
 )
 from nemotriton.kernels.paged import (
@@ -233,19 +241,25 @@ def attend_prefill(
 
     Keys are summed in blocks of BLOCK_N counted from the sequence's first, so that how a prompt
     is cut into pieces, or what else is in the batch, changes no bit for a given tile. `scale` and
-    k_scale are positive. Long fp8 contexts are widened first (`_widens`): then no length may be
-    larger than `max_length`. `max_new` is not needed here."""
+    k_scale are positive. fp8 contexts may be widened first (`_widens`): then no length may be
+    larger than `max_length`. Where the tile asks for it and `has_roles` holds, the form for Hopper
+    is taken, but not in the invariant mode; of fp8 caches, if they are widened, whatever the
+    length, which many sequences in one batch are not. `max_new` is not needed here."""
     heads, group = check_attention(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
     T, _, width = q.shape
     S, page = lengths.shape[0], k_cache.shape[1]
     if S == 0:
         return torch.zeros_like(q)
-    if _widens(q, k_cache, S, max_length):
+    tile = ATTEND_PREFILL.tile(T, q, **attention_axes(q, k_cache))
+    roles = tile.get("ROLES", False) and phase() is None and has_roles(q, k_cache, v_cache)
+    if _widens(q, k_cache, S, max_length, bool(roles)):
         k_cache, v_cache, pages = widen_keys.triton(
             k_cache, v_cache, pages, lengths, max_length, q.dtype
         )
+        tile = ATTEND_PREFILL.tile(T, q, **attention_axes(q, k_cache))
+    if roles and k_cache.dtype == q.dtype:
+        return attend_by_roles(q, k_cache, v_cache, pages, cu, lengths, scale, k_scale, v_scale)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tile = ATTEND_PREFILL.tile(T, q, **attention_axes(q, k_cache))
     require(
         group <= int(tile["BLOCK_M"]),
         f"{group} query heads a KV head do not fit a block of {tile['BLOCK_M']} rows",
@@ -264,18 +278,21 @@ def attend_prefill(
         scale * LOG2_E,
         *strides,
         **shape,
-        **tile,
+        **{name: value for name, value in tile.items() if name != "ROLES"},
     )
     return out
 
 
-def _widens(q: torch.Tensor, k_cache: torch.Tensor, S: int, max_length: int) -> bool:
+def _widens(
+    q: torch.Tensor, k_cache: torch.Tensor, S: int, max_length: int, roles: bool = False
+) -> bool:
     """Whether fp8 keys are converted once for all queries: where that pays, and where the memory
-    for it is small (which `CachePlan` counts). Not in the invariant mode: other sequences count."""
+    for it is small (which `CachePlan` counts). Not in the invariant mode: other sequences count.
+    For the form by roles always, or a prompt's short pieces would have other bits."""
     if k_cache.dtype != torch.float8_e4m3fn or q.dtype == torch.float32 or phase() is not None:
         return False
     few = S == 1 or S * max_length <= WIDE_KEYS
-    return few and q.shape[0] * max_length >= WIDE_WORK
+    return few and (roles or q.shape[0] * max_length >= WIDE_WORK)
 
 
 WIDE_WORK = 1 << 20  # new tokens times keys: some ten microseconds of conversions saved
@@ -308,12 +325,13 @@ def _prefill_default(case: Case, tokens: int) -> Tile:
     rows = max(next_pow2(case.H // case.Hkv), 128 if case.Dh <= 128 else 64)
     # on sm_120 the conversion of 64 fp8 keys a step takes registers that there are not
     keys = 32 if case.fp8 and most_shared() < LARGE else 64
-    return Tile(BLOCK_M=rows, BLOCK_N=keys, num_warps=8, num_stages=2)
+    tile = Tile(BLOCK_M=rows, BLOCK_N=keys, num_warps=8, num_stages=2)
+    return tile.but(ROLES=True) if on_hopper() and suits_roles(case) else tile
 
 
 ATTEND_PREFILL = KernelSpec(
     op=attend_prefill,
-    kernels=(_attend_prefill,),
+    kernels=(_attend_prefill, _plan_items, _attend_roles),
     cases=lambda config: [
         Case(**axes) for fp8 in (0, 1) if (axes := attention_case(config, fp8)) is not None
     ],
@@ -328,13 +346,17 @@ ATTEND_PREFILL = KernelSpec(
     make=lambda case, T, dev, dtype, rng: attention_inputs(
         case, _prefill_plan(case, T), dev, dtype, rng
     ),
-    tiles=lambda case: [
-        Tile(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s)
-        for m, w in ((64, 4), (128, 8))
-        for n in (32, 64, 128)
-        for s in (2, 3)
-        if m >= case.H // case.Hkv
-    ],
+    tiles=lambda case: (
+        [
+            Tile(BLOCK_M=m, BLOCK_N=n, num_warps=w, num_stages=s)
+            for m, w in ((64, 4), (128, 8))
+            for n in (32, 64, 128)
+            for s in (2, 3)
+            if m >= case.H // case.Hkv
+        ]
+        + [Tile(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=2, ROLES=True)]
+        * (on_hopper() and suits_roles(case))
+    ),
     default=_prefill_default,
     one_tile=True,
     fixed=FixedOrder(lambda tile: tile.but(num_stages=0), twin=attend_alone_ref),

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nemotriton.kernels.attention_hopper import FUSED, ROUND_BF16, ROUND_FP16, SCALE
 from nemotriton.kernels.numerics import relu2_ref
 from nemotriton.kernels.op import Tile
 from nemotriton.kernels.ssd_blocks import DECAYED, WEIGHTED
@@ -74,6 +75,17 @@ class Memory:
 
     def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
         return Memory(self.tensor.narrow(dim, start, length))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def reshape(self, shape: tuple[int, ...]) -> "Memory":
+        return Memory(self.tensor.view(shape))
 
     def permute(self, order: tuple[int, ...]) -> "Memory":
         return Memory(self.tensor.permute(order))
@@ -240,6 +252,12 @@ def store(pointer: Pointer, value: torch.Tensor, mask: Any = None) -> None:
 def assembly(
     code: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int
 ) -> torch.Tensor:
+    if code in (ROUND_BF16.value, ROUND_FP16.value):
+        return args[0].to(dtype)
+    if code == FUSED.value:
+        return args[0] * args[1] + args[2]
+    if code == SCALE.value:
+        return args[0] * args[1]
     run = {DECAYED.value: ssd_assembly.decayed, WEIGHTED.value: ssd_assembly.weighted}[code]
     bits = [v.view(torch.uint16) if v.dtype == torch.bfloat16 else v for v in args]
     (found,) = run(*(v.numpy() for v in torch.broadcast_tensors(*bits)))
@@ -259,7 +277,8 @@ def product_wait(left: int, deps: tuple[Any, ...]) -> Any:
 def language(machine: Machine) -> SimpleNamespace:
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
         if dtype is torch.int64:
-            return SimpleNamespace(index=[Barrier(0) for _ in range(shape[0])].__getitem__)
+            bars = [Barrier(0) for _ in range(shape[0])]
+            return SimpleNamespace(index=lambda i: bars[int(i)], shape=shape)
         return Memory(torch.full(shape, float("nan"), dtype=dtype))
 
     layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout")
@@ -270,6 +289,7 @@ def language(machine: Machine) -> SimpleNamespace:
         float16=torch.float16,
         float32=torch.float32,
         float8e4nv=torch.float8_e4m3fn,
+        int32=torch.int32,
         int64=torch.int64,
         static_range=builtins.range,
         program_id=machine.program_id,
@@ -277,8 +297,13 @@ def language(machine: Machine) -> SimpleNamespace:
         arange=lambda a, b, layout: torch.arange(a, b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         split=lambda v: v.unbind(-1),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         zeros_like=torch.zeros_like,
         where=lambda on, a, b: torch.where(torch.as_tensor(on), a, b),
+        max=lambda v, axis: v.amax(axis),
+        sum=lambda v, axis: v.sum(axis),
+        broadcast=lambda a, b: torch.broadcast_tensors(a, b),
+        fma=lambda a, b, c: a * b + c,
         cdiv=lambda a, b: -(-a // b),
         exp2=torch.exp2,
         minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
