@@ -77,10 +77,6 @@ class Memory:
         return Memory(self.tensor.narrow(dim, start, length))
 
     @property
-    def shape(self) -> torch.Size:
-        return self.tensor.shape
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
