@@ -8,14 +8,15 @@ import torch
 
 from nemotriton.autotune import sass
 from nemotriton.autotune.parity import generator
-from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_few import SHARE_EXPERT
+from nemotriton.kernels.moe_packed_tiles import packed_default
 from nemotriton.kernels.op import Case, Tile, compile_only, use_tile
 from nemotriton.model.config import ModelConfig
 
 CASE = RUN_EXPERTS_PACKED.cases(ModelConfig.preset("super-120b"))[0]
 CPU = torch.device("cpu")
-MMA, WGMMA = _default(CASE, 128), _default(CASE, 256)
+MMA, WGMMA = packed_default(CASE, 128), packed_default(CASE, 256)
 
 
 def test_the_tiles_are_those_that_are_meant() -> None:

@@ -60,11 +60,13 @@ def token_rows(tokens: int, width: int, where: torch.device) -> torch.Tensor:
     return torch.zeros((tokens, width), dtype=torch.float32, device=where)
 
 
-def combine(parts: torch.Tensor, y: torch.Tensor, count: int, narrow: bool, pdl: bool) -> None:
+def combine(
+    parts: torch.Tensor, y: torch.Tensor, count: int, narrow: bool, in_turn: bool, pdl: bool
+) -> None:
     """y [T, L] = the sums of every token's `count` rows of parts, one launch; one row is rounded.
 
-    narrow: parts of many tokens, in y's dtype, are added one after the other. Else how the sum is
-    ordered follows from the phase, and outside the invariant mode from the number of tokens."""
+    narrow (parts of many tokens, in y's dtype) and in_turn: one row after the other. Else how the
+    sum is ordered follows from the phase, and outside the invariant mode from the tokens."""
     T, L = y.shape
     warps, block_r = 4, next_pow2(count)
     block_l = min(next_pow2(L), 128 if count > 32 else 256)
@@ -75,6 +77,8 @@ def combine(parts: torch.Tensor, y: torch.Tensor, count: int, narrow: bool, pdl:
         block_l = min(block_l, 64)
     while phase() is None and T * cdiv(L, block_l) < COMBINE_PROGRAMS and block_l > 32:
         block_l //= 2
+    if in_turn and not narrow:
+        warps, block_r = max(1, block_l // 32), 1
     launch(
         _packed_combine, (T * cdiv(L, block_l),), parts, y, L, COUNT=count, BLOCK_R=block_r,
         BLOCK_L=block_l, EVEN=L % block_l == 0, PDL=pdl, num_warps=warps, launch_pdl=pdl,

@@ -20,6 +20,9 @@ both products:
     PDL       dependent launches
     ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
               same bits; elsewhere by the tile's other sizes
+    ONE       both products and the sum in one launch (`moe_packed_one`), where blocks are pairs or
+              the routing's own; there AHEAD steps of words are in L2 before h is. Rows are summed
+              one after the other, so that three launches give the same bits
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -32,7 +35,7 @@ import torch
 
 from nemotriton.errors import require
 from nemotriton.kernels.dependent import dependent
-from nemotriton.kernels.fixed_order import DECODE, FixedOrder
+from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
 from nemotriton.kernels.hopper_pack import (
     TILE,
@@ -48,6 +51,20 @@ from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4, _experts_ref
 from nemotriton.kernels.moe_fixed import by_token
 from nemotriton.kernels.moe_packed import _packed_combine, _packed_down, _packed_up, _prepare
 from nemotriton.kernels.moe_packed_async import _async_down, _async_up, multiply_ahead
+from nemotriton.kernels.moe_packed_one import (
+    _packed_experts,
+    check_arrivals,
+    count_arrivals,
+    counts_fit,
+    multiply_at_once,
+)
+from nemotriton.kernels.moe_packed_tiles import (
+    packed_default,
+    packed_fixed,
+    packed_order,
+    packed_suits,
+    packed_tiles,
+)
 from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
@@ -81,6 +98,7 @@ def run_experts_packed_ref(
     width: int,
     routing: Routing,
     ordered: bool = False,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `run_experts_packed`: the words unpacked, then `run_experts_nvfp4`'s twin."""
     f, L = acc_dtype(x), x.shape[1]
@@ -110,18 +128,21 @@ def run_experts_packed(
     width: int,
     routing: Routing,
     ordered: bool = False,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run every routed expert on its tokens and sum them by weight; words packed for Hopper.
 
     x [T, L] bf16 or fp16; words and globals as in the module's docstring; width: F. ordered: x's
     columns stand in `k_order(L, mma=True)`, which spares a launch at a few tokens; y's never do.
-    The pairs need not be sorted: up to UNSORTED_PAIRS that is the faster way. Returns [T, L] in x's
-    dtype."""
+    The pairs need not be sorted: up to UNSORTED_PAIRS that is the faster way. arrivals int32
+    [`count_arrivals` or more]: zeros, and zeros again afterwards; calls that run at the same time
+    must not share it. With it a few tokens take one launch. Returns [T, L] in x's dtype."""
     E = _check(x, up_words, up_global, down_words, down_global, width, routing, ordered)
+    check_arrivals(arrivals)
     (T, L), K = x.shape, routing.ids.shape[1]
     P = T * K
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
-    plan = _Plan(tile, x, width, routing.block_pairs)
+    plan = _Plan(tile, x, width, routing, arrivals)
     h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
     if plan.atomic:
         parts = token_rows(T, L, x.device)
@@ -129,8 +150,12 @@ def run_experts_packed(
         kept = x.dtype if tile["NARROW"] else torch.float32
         parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
-    up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     matrices = (up_words, up_global, down_words, down_global)
+    if plan.at_once:
+        assert arrivals is not None
+        multiply_at_once(x, matrices, routing, (h, parts), y, arrivals, plan, not ordered)
+        return y
+    up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     if plan.ahead:
         tables = (up_table.tensors, down_table.tensors)
         multiply_ahead(rows, *matrices, routing.weights, (h, parts), tables)
@@ -151,15 +176,22 @@ def run_experts_packed(
             EVEN=plan.h_width % tile["DOWN_K"] == 0, launch_pdl=plan.pdl, **plan.meta("DOWN"),
         )  # fmt: skip
     count = 1 if plan.atomic else K * plan.split
-    combine(parts, y, count, bool(tile["NARROW"]), plan.pdl)
+    combine(parts, y, count, bool(tile["NARROW"]), bool(tile["ONE"]), plan.pdl)
     return y
 
 
 class _Plan:
     """The sizes that follow from a tile: widths, tiles of rows, steps, and launch options."""
 
-    def __init__(self, tile: Tile, x: torch.Tensor, F: int, given: torch.Tensor | None) -> None:
-        (T, L), self.tile = x.shape, tile
+    def __init__(
+        self,
+        tile: Tile,
+        x: torch.Tensor,
+        F: int,
+        routing: Routing,
+        arrivals: torch.Tensor | None,
+    ) -> None:
+        (T, L), self.tile, self.width, given = x.shape, tile, F, routing.block_pairs
         one_block = min(int(tile["UP_M"]), int(tile["DOWN_M"])) >= T
         self.blocks = 2 if tile["BLOCKS"] == 1 and not one_block else int(tile["BLOCKS"])
         self.mma = int(tile["UP_WARPS"]) < 4
@@ -178,6 +210,9 @@ class _Plan:
         self.split = int(tile["SPLIT"])
         while self.down_steps % self.split:
             self.split -= 1
+        # tables of other blocks do not say whose they are
+        self.at_once = bool(tile["ONE"]) and (self.given or self.blocks == 0) and not self.atomic
+        self.at_once = self.at_once and counts_fit(arrivals, routing, L)
 
     def meta(self, name: str) -> dict[str, int | bool]:
         """Constexprs and options of the up ("UP") or down ("DOWN") product."""
@@ -273,115 +308,6 @@ def _check(
 
 
 # ------------------------------------------------------------------------------------------- spec
-def _tile(
-    up: tuple[int, int, int, int, int],
-    down: tuple[int, int, int, int, int],
-    split: int = 1,
-    blocks: int = 2,
-    narrow: bool = False,
-    ahead: bool = False,
-) -> Tile:
-    """A tile of (BLOCK_M, BLOCK_N, BLOCK_K, stages, warps) of each product."""
-    keys = ("M", "N", "K", "STAGES", "WARPS")
-    both = {
-        f"{name}_{key}": size
-        for name, sizes in (("UP", up), ("DOWN", down))
-        for key, size in zip(keys, sizes, strict=True)
-    }
-    how = {"PDL": False, "ASM": True, "ASYNC": ahead}
-    return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, **how)
-
-
-_ONE, _TWO, _WIDE = (8, 64, 128, 3, 1), (8, 64, 128, 3, 2), (8, 128, 128, 3, 2)
-_DEEP = (8, 128, 128, 4, 2)
-_M16, _M32 = (16, 128, 128, 4, 4), (32, 128, 128, 3, 4)
-_M64, _M64W, _M128 = (64, 128, 128, 3, 4), (64, 128, 128, 3, 8), (128, 64, 64, 4, 4)
-_M128W = (128, 128, 64, 3, 8)
-_FEW = [
-    (_TWO, _ONE, 3), (_ONE, _ONE, 3), (_TWO, _ONE, 1), (_WIDE, _ONE, 3), (_WIDE, _ONE, 1),
-    (_WIDE, _DEEP, 1),
-]  # fmt: skip
-_MANY = [
-    *((size, size) for size in (_M16, _M32, _M64, _M64W, _M128, _M128W)),
-    (_M128W, _M64),
-    # half the rows of weights: more programs at once, to decode while others multiply
-    *((size, size) for size in ((16, 64, 128, 4, 4), (32, 64, 128, 3, 4))),
-    *((size, size) for size in ((64, 64, 128, 3, 4), (64, 64, 64, 4, 4))),
-]
-_AHEAD = [(size, size) for size in (_M16, _M32, _M64W, _M128W)]
-
-
-def _tiles(case: Case) -> list[Tile]:
-    pairs = [_tile(up, down, s, blocks=b) for up, down, s in _FEW[:2] for b in (0, 1)]
-    few = [_tile(up, down, s) for up, down, s in _FEW]
-    late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
-    many = [_tile(up, down, narrow=True) for up, down in _MANY]
-    many += [_tile(up, down, narrow=True, ahead=True) for up, down in _AHEAD]
-    plain = [few[0].but(ASM=False), few[4].but(ASM=False), many[0].but(ASM=False)]
-    if case.F % 128:  # what `_default` takes there
-        few += [_tile(_TWO, _TWO, s) for s in (1, 3)] + [_tile(_WIDE, _TWO)]
-    return [*pairs, *few, *late, *many, *plain, many[0].but(NARROW=False)]
-
-
-def _suits(tile: Tile, tokens: int) -> bool:
-    """Pairs for a few tokens, mma.sync while an expert has a few, high tiles for many."""
-    if tile["BLOCKS"] < 2:
-        return tokens <= 8
-    height = max(int(tile["UP_M"]), int(tile["DOWN_M"]))
-    return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
-
-
-def _blocks(pairs: int, tokens: int) -> int:
-    """One pair a block at a few tokens: the few experts that they share cost less to read twice
-    than every program's look at all ids, or a launch that writes tables."""
-    return 0 if pairs <= 48 or (tokens <= 8 and pairs <= 192) else 2
-
-
-def _default(case: Case, tokens: int) -> Tile:
-    """By pairs while they are few, then by the pairs of a mean expert."""
-    pairs, per_expert = tokens * case.K, tokens * case.K / case.E
-    down = _TWO if case.F % 128 else _ONE  # masks of a last, half block make one warp spill
-    if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
-        return _tile(_TWO, down, 3, _blocks(pairs, tokens)).but(PDL=True)
-    if pairs <= 384:
-        return _tile(_TWO, down)
-    if per_expert <= 3:
-        return _tile(_WIDE, down)
-    if per_expert <= 7:
-        return _tile(_WIDE, _DEEP)
-    if per_expert <= 14:
-        return _tile(_M16, _M16, narrow=True)
-    if per_expert <= 30:
-        return _tile(_M32, _M32, narrow=True)
-    if case.F % TILE == 0 and case.L % TILE == 0:
-        size = _M64W if per_expert <= 66 else _M128W
-        return _tile(size, size, narrow=True, ahead=True)
-    if per_expert <= 66:
-        return _tile(_M64W, _M64W, narrow=True)
-    both = (_M128, _M128) if per_expert <= 132 else (_M128W, _M64)
-    return _tile(*both, narrow=True)
-
-
-def _order(tile: Tile) -> Any:
-    """What decides the order of all three sums: by mma.sync or wgmma, whose positions of columns
-    differ, parts of the second product, and what they are rounded to. How many columns a step
-    takes does not: tensor cores add them 16 at a time."""
-    mma, split = (int(tile["UP_WARPS"]) < 4, int(tile["DOWN_WARPS"]) < 4), tile["SPLIT"]
-    return *mma, tile["NARROW"], split, split > 1 and tile["DOWN_K"]
-
-
-def _fixed(case: Case, tokens: int, phase: str) -> Tile:
-    """Generated tokens by mma.sync in three parts, which one token wants; prompts by wgmma."""
-    pairs, per_expert = tokens * case.K, tokens * case.K / case.E
-    if phase == DECODE:
-        down = _TWO if case.F % 128 else _ONE
-        if pairs <= 384:
-            return _tile(_TWO, down, 3, _blocks(pairs, tokens))
-        return _tile(_WIDE, down if per_expert <= 3 else _DEEP, 3)
-    fewest = max(7 * case.E, 384) // case.K + 1  # that take wgmma by default
-    return _default(case, max(tokens, fewest))
-
-
 def _cases(config: Any) -> list[Case]:
     """O: whether a latent projection in front of the experts gives x in order."""
     return [
@@ -401,13 +327,22 @@ def _make(case: Case, T: int, dev: torch.device, dtype: torch.dtype, rng: torch.
         f"{name}_words": pack_hopper(args[f"{name}_codes"], args[f"{name}_scales"])
         for name in ("up", "down")
     }
-    return kept | words | {"width": case.F, "ordered": bool(case.O)}
+    counts = torch.zeros(count_arrivals(T, case.K, case.L), dtype=torch.int32, device=dev)
+    return kept | words | {"width": case.F, "ordered": bool(case.O), "arrivals": counts}
 
 
 RUN_EXPERTS_PACKED = KernelSpec(
     terms=lambda case: case.F + case.L,
     op=run_experts_packed,
-    kernels=(_prepare, _packed_up, _packed_down, _async_up, _async_down, _packed_combine),
+    kernels=(
+        _prepare,
+        _packed_up,
+        _packed_down,
+        _async_up,
+        _async_down,
+        _packed_experts,
+        _packed_combine,
+    ),
     cases=_cases,
     small=[
         Case(E=11, F=64, L=192, K=4, O=1),
@@ -418,12 +353,13 @@ RUN_EXPERTS_PACKED = KernelSpec(
     dtypes=("bf16", "fp16"),
     small_tokens=(0, 1, 9),
     make=_make,
-    tiles=_tiles,
-    default=_default,
-    fixed=FixedOrder(_order, _fixed, twin=by_token(run_experts_packed_ref)),
+    tiles=packed_tiles,
+    default=packed_default,
+    fixed=FixedOrder(packed_order, packed_fixed, twin=by_token(run_experts_packed_ref)),
     cost=RUN_EXPERTS_NVFP4.cost,
+    mutates=("arrivals",),
     per_token=("x",),
     strided=("x",),
-    suits=_suits,
+    suits=packed_suits,
     arches=(90,),
 )

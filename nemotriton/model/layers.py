@@ -250,8 +250,8 @@ class Experts(nn.Module):
 
     Every expert keeps its own scales. Activations are quantised for both matrices or for none.
     UnsupportedError where up and down differ in format. `packed`: the matrices have been repacked
-    for Hopper; then `ordered` may say that x's columns stand in `hopper_pack.k_order`. `tiled`:
-    their scales lie in tiles for Blackwell.
+    for Hopper; then `ordered` may say that x's columns stand in `hopper_pack.k_order`, and a few
+    tokens' one launch counts in `arrivals`. `tiled`: their scales lie in tiles for Blackwell.
     """
 
     def __init__(self, experts: int, width: int, latent: int, scope: Scope) -> None:
@@ -273,6 +273,7 @@ class Experts(nn.Module):
         )
         self.tileable = self.up_proj.scaled(scope) and self.down_proj.scaled(scope)
         self.packed = self.ordered = self.tiled = False
+        self.arrivals: torch.Tensor | None = None
 
     def prepare(self) -> None:
         """Repack the loaded matrices where this GPU wants that, one after the other."""
@@ -290,7 +291,7 @@ class Experts(nn.Module):
         up, down = self.up_proj, self.down_proj
         if self.packed:
             words = (up.words, up.weight_scale_2, down.words, down.weight_scale_2)
-            return run_experts_packed(x, *words, self.width, routing, self.ordered)
+            return run_experts_packed(x, *words, self.width, routing, self.ordered, self.arrivals)
         if self.tiled:
             first = (up.weight, up.scale_tiles, up.weight_scale_2)
             second = (down.weight, down.scale_tiles, down.weight_scale_2)

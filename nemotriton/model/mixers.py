@@ -25,6 +25,7 @@ from nemotriton.kernels.fixed_order import DECODE, phase
 from nemotriton.kernels.hopper_pack import k_order
 from nemotriton.kernels.moe_experts_packed import UNSORTED_PAIRS
 from nemotriton.kernels.moe_few import FEW, FEWEST
+from nemotriton.kernels.moe_packed_one import count_arrivals
 from nemotriton.model.config import AttentionConfig, LayerKind, ModelConfig, MoeConfig
 from nemotriton.model.formats import Format
 from nemotriton.model.layers import Experts, Linear, Scope, parameter
@@ -172,11 +173,14 @@ class MoeMixer(nn.Module):
         projection then gives its columns in the order in which their products read them."""
         self.experts.prepare()
         if self.experts.packed and self.arrivals is None:
-            self.arrivals = torch.zeros(1, dtype=torch.int32, device=self.gate.weight.device)
+            where, width = self.gate.weight.device, self.moe.latent or self.gate.weight.shape[1]
+            self.arrivals = torch.zeros(1, dtype=torch.int32, device=where)
+            counts = count_arrivals(FEWEST, self.moe.top_k, width)
+            self.experts.arrivals = torch.zeros(counts, dtype=torch.int32, device=where)
         latent = self.fc1_latent_proj
         if self.experts.packed and not self.experts.ordered and latent is not None:
-            width = self.moe.latent
-            if width and width % 64 == 0:
+            width = latent.weight.shape[0]
+            if width % 64 == 0:
                 latent.permute_rows(k_order(width, True, latent.weight.device))
                 self.experts.ordered = True
 

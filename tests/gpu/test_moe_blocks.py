@@ -8,9 +8,10 @@ from nemotriton.autotune import parity
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.dependent import independent
 from nemotriton.kernels.moe_combine import combining
-from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _default
-from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT
-from nemotriton.kernels.op import Args
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
+from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT, find_blocks_ref
+from nemotriton.kernels.moe_packed_tiles import one_launch, packed_default
+from nemotriton.kernels.op import Args, Case, use_tile
 from nemotriton.model.config import ModelConfig
 from tests.gpu.sanitize import here
 from tests.interpreter import test_moe_blocks as checks
@@ -18,6 +19,7 @@ from tests.interpreter import test_moe_blocks as checks
 SUPER = ModelConfig.preset("super-120b")
 SHARED = SHARE_EXPERT.cases(SUPER)[0]
 EXPERTS = RUN_EXPERTS_PACKED.cases(SUPER)[0]
+NANO = RUN_EXPERTS_PACKED.cases(ModelConfig.preset("nano-30b"))[0]
 
 
 @pytest.mark.parametrize("T", [FIRST, 5, FEWEST])
@@ -31,7 +33,30 @@ def test_whoever_is_through_last(how: str, T: int, cuda: torch.device) -> None:
 def test_experts_give_the_same_bits(how: str, T: int, cuda: torch.device) -> None:
     if not here(RUN_EXPERTS_PACKED, cuda):
         pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
-    checks.check_same_bits(EXPERTS, T, how, cuda, _default(EXPERTS, T), bool(EXPERTS.O))
+    for tile in (packed_default(EXPERTS, T), one_launch(64, 6, 0)):
+        checks.check_same_bits(EXPERTS, T, how, cuda, tile, bool(EXPERTS.O))
+
+
+@pytest.mark.parametrize("T", [1, 2, FIRST, FEWEST])
+@pytest.mark.parametrize("case", [EXPERTS, NANO], ids=str)
+def test_one_launch_again_and_again(case: Case, T: int, cuda: torch.device) -> None:
+    """Whichever programs are last, in graphs of dependent launches: the bits of three launches."""
+    if not here(RUN_EXPERTS_PACKED, cuda):
+        pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
+    args = RUN_EXPERTS_PACKED.make(case, T, cuda, torch.bfloat16, generator(T, cuda))
+    if FIRST <= T <= FEWEST:
+        args["routing"] = find_blocks_ref(args["routing"])
+    for tile in (one_launch(64, 6, 0), one_launch(64, 4, 2), one_launch(128, 4, 0)):
+        with use_tile("run_experts_packed", tile):
+            want = K.run_experts_packed.triton(**args | {"arrivals": None})
+            K.run_experts_packed.triton(**args)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = [K.run_experts_packed.triton(**args) for _ in range(4)]
+        for _ in range(30):
+            graph.replay()
+            assert all(torch.equal(y, want) for y in found)
+            assert not args["arrivals"].any()
 
 
 @pytest.mark.parametrize("T", [1, 5, 64])

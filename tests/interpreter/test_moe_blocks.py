@@ -11,9 +11,12 @@ import nemotriton.kernels as K
 from nemotriton.autotune import parity
 from nemotriton.engine.llm import LLM
 from nemotriton.errors import UnsupportedError
-from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _tile
+from nemotriton.kernels import moe_experts_packed
+from nemotriton.kernels.moe_combine import combining
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_few import FEWEST, FIRST, SHARE_EXPERT, find_blocks_ref
-from nemotriton.kernels.moe_route import Routing
+from nemotriton.kernels.moe_packed_tiles import one_launch, packed_tile
+from nemotriton.kernels.moe_route import OwnRouting, Routing
 from nemotriton.kernels.op import Args, Case, Tile, use_tile
 from nemotriton.model.layers import Experts
 from nemotriton.model.mixers import MoeMixer
@@ -25,7 +28,8 @@ CPU = torch.device("cpu")
 SMALL = Case(E=40, K=4, G=1, TG=1, F=64, D=37, S=2)
 EXPERTS = Case(E=6, F=80, L=64, K=2, O=0)
 HOWS = ("alike", "apart", "drawn")
-MMA = _tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2), 3, blocks=0)
+MMA = packed_tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2), 3, blocks=0)
+ONE = one_launch(64, 6, 0)
 
 
 def logits(how: str, T: int, E: int, K: int, where: torch.device) -> torch.Tensor:
@@ -65,7 +69,8 @@ def check_blocks(case: Case, T: int, how: str, where: torch.device, calls: int) 
 def check_same_bits(
     case: Case, T: int, how: str, where: torch.device, tile: Tile, ordered: bool
 ) -> None:
-    """Experts by the routing's blocks, one pair at a time, by ids, and by sorted pairs."""
+    """Experts by the routing's blocks, one pair at a time, by ids, and by sorted pairs; with ONE
+    the first two in one launch, whose counts are zeros again, and in three."""
     args = RUN_EXPERTS_PACKED.make(case, T, where, torch.bfloat16, parity.generator(T, where))
     args["ordered"] = ordered
     scores = logits(how, T, case.E, case.K, where)
@@ -80,6 +85,9 @@ def check_same_bits(
     for name, (routing, its) in routings.items():
         with use_tile("run_experts_packed", its):
             found[name] = K.run_experts_packed.triton(**args | {"routing": routing})
+            apart = args | {"routing": routing, "arrivals": None}
+            found[f"{name} apart"] = K.run_experts_packed.triton(**apart)
+        assert not args["arrivals"].any()
     assert found["pairs"].isfinite().all()
     for name, y in found.items():
         assert torch.equal(y, found["pairs"]), name
@@ -124,12 +132,42 @@ def test_blocks_are_nothing_that_the_rest_depends_on(poison: Poison) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["natural", "ordered"])
 @pytest.mark.parametrize("how", HOWS)
-def test_experts_give_the_same_bits(how: str, ordered: bool, poison: Poison) -> None:
-    check_same_bits(EXPERTS, 3, how, CPU, MMA, ordered)
+@pytest.mark.parametrize("tile", [MMA, ONE], ids=["apart", "one launch"])
+def test_experts_give_the_same_bits(tile: Tile, how: str, ordered: bool, poison: Poison) -> None:
+    check_same_bits(EXPERTS, 3, how, CPU, tile, ordered)
+
+
+def test_where_one_launch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With counts enough, blocks of pairs or the router's, all experts here, and in order."""
+    taken: list[torch.Tensor] = []
+
+    def seen(x: torch.Tensor, *more: object) -> None:
+        taken.append(x)
+
+    monkeypatch.setattr(moe_experts_packed, "multiply_at_once", seen)
+    args = RUN_EXPERTS_PACKED.make(EXPERTS, 3, CPU, torch.bfloat16, parity.generator(0, CPU))
+    routing = args["routing"]
+    blocks = find_blocks_ref(routing)
+    own = OwnRouting.of(routing, 0, EXPERTS.E)
+    few = args["arrivals"][1:]
+    for times, tile, changes, way in (
+        (1, ONE, {}, "ordered"),
+        (1, ONE.but(BLOCKS=2), {"routing": blocks}, "ordered"),
+        (0, ONE.but(BLOCKS=2), {}, "ordered"),
+        (0, ONE.but(BLOCKS=1), {}, "ordered"),
+        (0, ONE, {"routing": own}, "ordered"),
+        (0, ONE, {"arrivals": few}, "ordered"),
+        (0, ONE, {}, "atomic"),
+        (0, MMA, {}, "ordered"),
+    ):
+        taken.clear()
+        with use_tile("run_experts_packed", tile), combining(way):
+            K.run_experts_packed.triton(**args | changes)
+        assert len(taken) == times, (tile, changes.keys(), way)
 
 
 def test_blocks_that_do_not_fit_a_tile_are_left_alone(poison: Poison) -> None:
-    tile = _tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4))
+    tile = packed_tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4))
     case = Case(E=6, F=48, L=64, K=2, O=0)
     args = RUN_EXPERTS_PACKED.make(case, 3, CPU, torch.bfloat16, parity.generator(0, CPU))
     with use_tile("run_experts_packed", tile):
@@ -154,8 +192,9 @@ def test_a_layer_hands_them_on(tmp_path: Path) -> None:
     assert one.block_pairs is None
     assert three.block_pairs is not None
     assert three.block_pairs.shape == (three.ids.numel(), FEWEST)
-    assert layer.arrivals is not None
-    assert not layer.arrivals.any()
+    for counts in (layer.arrivals, layer.experts.arrivals):
+        assert counts is not None
+        assert not counts.any()
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -163,6 +202,8 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(UnsupportedError, match="arrivals must be int32"):
         K.share_expert.triton(**args | {"arrivals": torch.zeros(1)})
     args = RUN_EXPERTS_PACKED.make(EXPERTS, 2, CPU, torch.bfloat16, parity.generator(0, CPU))
+    with pytest.raises(UnsupportedError, match="int32 of one axis"):
+        K.run_experts_packed.triton(**args | {"arrivals": torch.zeros(9)})
     blocks = find_blocks_ref(args["routing"])
     assert blocks.block_pairs is not None
     args["routing"] = blocks._replace(block_pairs=blocks.block_pairs[1:])

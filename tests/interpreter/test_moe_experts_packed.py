@@ -10,20 +10,22 @@ from nemotriton.kernels.fixed_order import DECODE, fixed_order
 from nemotriton.kernels.hopper_pack import k_order, pack_hopper
 from nemotriton.kernels.moe_combine import adds_atomically, combining
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED as SPEC
-from nemotriton.kernels.moe_experts_packed import _tile
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_NVFP4
+from nemotriton.kernels.moe_packed_tiles import packed_tile
 from nemotriton.kernels.moe_route import Routing, route_experts_ref
 from nemotriton.kernels.op import Args, Case, Tile, use_tile
 from tests.conftest import Poison
 
 CPU = torch.device("cpu")
-MMA = _tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
-WGMMA = _tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4), narrow=True)
+MMA = packed_tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
+WGMMA = packed_tile((16, 128, 128, 3, 4), (16, 128, 128, 3, 4), narrow=True)
 FORMS = {
     "pairs": MMA.but(BLOCKS=0, SPLIT=3),
     "runs": MMA.but(BLOCKS=1),
     "mma": MMA,
     "mma split, 64 rows": MMA.but(SPLIT=3, UP_N=64, DOWN_N=64, DOWN_WARPS=1),
+    "one launch": MMA.but(BLOCKS=0, SPLIT=3, ONE=True),
+    "one launch, 64 rows": MMA.but(BLOCKS=0, ONE=True, UP_N=64, DOWN_N=64, SPLIT=3),
     "wgmma": WGMMA,
     "wgmma of 64 columns": WGMMA.but(UP_K=64, DOWN_K=64, UP_N=64, DOWN_N=64),
     "wgmma, two heights": WGMMA.but(UP_M=32, NARROW=False),

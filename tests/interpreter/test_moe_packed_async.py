@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemotriton.kernels import hopper_pack, moe_experts_packed, moe_packed_async
-from nemotriton.kernels.moe_experts_packed import _AHEAD, _tile
+from nemotriton.kernels.moe_packed_tiles import STEP_AHEAD, packed_tile
 from tests.conftest import Poison
 from tests.interpreter.gluon_emulation import Machine, Memory, language, operand
 from tests.interpreter.test_moe_experts_packed import arguments, check
@@ -135,15 +135,15 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return emulated
 
 
-@pytest.mark.parametrize("form", range(len(_AHEAD)))
+@pytest.mark.parametrize("form", range(len(STEP_AHEAD)))
 def test_against_the_twin(form: int, hopper: list[str], poison: Poison) -> None:
     """Full, partial and empty blocks of pairs; one tile of columns, which is less than what is on
     its way at once, and three."""
     args = arguments(70, 2, 384, 128, 1, ordered=form > 0)
-    check(args, _tile(*_AHEAD[form], narrow=True, ahead=True))
+    check(args, packed_tile(*STEP_AHEAD[form], narrow=True, ahead=True))
     assert hopper == ["_async_up", "_async_down"]
 
 
 def test_other_widths_take_the_plain_form(hopper: list[str], poison: Poison) -> None:
-    check(arguments(9, 2, 320, 192, 1), _tile(*_AHEAD[0], narrow=True, ahead=True))
+    check(arguments(9, 2, 320, 192, 1), packed_tile(*STEP_AHEAD[0], narrow=True, ahead=True))
     assert not hopper
