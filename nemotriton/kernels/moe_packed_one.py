@@ -179,7 +179,7 @@ def _down_tile(
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, LET_GO: tl.constexpr,
 ):  # fmt: skip
     """A tile of a part of the rows, once `wanted` tiles of h are there."""
     step_0 = split.to(tl.int32) * STEPS
@@ -194,7 +194,7 @@ def _down_tile(
         h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, True,
     )  # fmt: skip
-    if PDL:
+    if LET_GO:
         tl.extra.cuda.gdc_launch_dependents()
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = parts_ptr + (rows.to(tl.int64) * SPLIT + split)[None, :] * L + n[:, None]
