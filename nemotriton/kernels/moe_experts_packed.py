@@ -20,8 +20,8 @@ both products:
     PDL       dependent launches
     ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
               same bits; elsewhere by the tile's other sizes
-    ONE       both products and the sum in one launch (`moe_packed_one`), where blocks are pairs or
-              the routing's own; there AHEAD steps of words are in L2 before h is. Rows are summed
+    ONE       both products and the sum in one launch (`moe_packed_one`), of blocks of one height
+              and by mma.sync; there AHEAD steps of words are in L2 before h is. Rows are summed
               one after the other, so that three launches give the same bits
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
@@ -151,11 +151,14 @@ def run_experts_packed(
         parts = pair_rows(routing, plan.split, L, dtype=kept)
     y = torch.empty((T, L), dtype=x.dtype, device=x.device)
     matrices = (up_words, up_global, down_words, down_global)
+    up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
+    natural = rows is x and not ordered
     if plan.at_once:
         assert arrivals is not None
-        multiply_at_once(x, matrices, routing, (h, parts), y, arrivals, plan, not ordered)
+        multiply_at_once(
+            rows, x_width, matrices, routing, up_table, (h, parts), y, arrivals, plan, natural
+        )
         return y
-    up_table, down_table, rows, x_width = _tables(x, routing, tile, plan, E, ordered)
     if plan.ahead:
         tables = (up_table.tensors, down_table.tensors)
         multiply_ahead(rows, *matrices, routing.weights, (h, parts), tables)
@@ -165,7 +168,7 @@ def run_experts_packed(
             _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
             *up_table.tensors, P, rows.stride(0), x_width, **chosen, N_TILES=tiles_of(width),
             K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
-            NATURAL=rows is x and not ordered, EVEN=x_width % tile["UP_K"] == 0,
+            NATURAL=natural, EVEN=x_width % tile["UP_K"] == 0,
             H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
         )  # fmt: skip
         launch(
@@ -210,8 +213,8 @@ class _Plan:
         self.split = int(tile["SPLIT"])
         while self.down_steps % self.split:
             self.split -= 1
-        # tables of other blocks do not say whose they are
-        self.at_once = bool(tile["ONE"]) and (self.given or self.blocks == 0) and not self.atomic
+        alike = all(tile[f"UP_{key}"] == tile[f"DOWN_{key}"] for key in ("M", "WARPS"))
+        self.at_once = bool(tile["ONE"]) and alike and self.mma and not self.atomic
         self.at_once = self.at_once and counts_fit(arrivals, routing, L)
 
     def meta(self, name: str) -> dict[str, int | bool]:

@@ -18,9 +18,9 @@ product is through with a block when its first down programs start; shared memor
 a tile's stages take, sees to that. AHEAD: so many steps of its words a down program brings into L2
 before it waits.
 
-Counts int32: [pairs, tiles] of the blocks, then [tokens, tiles]; zeros, and zeros again afterwards.
-Calls that run at the same time must not share them. Every pair of a token must have an expert, and
-blocks must be pairs or the router's own, which are numbered by their first pair.
+Counts int32: [pairs, tiles] of the blocks, each by the first of its pairs, then [tokens, tiles];
+zeros, and zeros again afterwards. Calls that run at the same time must not share them. Every pair
+of a token must have an expert, and both products the same blocks.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import INTERPRET, cdiv, launch, next_pow2
 
 if TYPE_CHECKING:
-    from nemotriton.kernels.moe_experts_packed import _Plan
+    from nemotriton.kernels.moe_experts_packed import _Plan, _Table
 
 NARROWEST = 64  # columns of a down tile
 
@@ -222,7 +222,10 @@ def _packed_experts(
     block = tl.where(down < 0, pid // UP_TILES, down // (TILES * SPLIT))
     expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
     live = rows >= 0
-    block_counts = counts_ptr + block * TILES
+    first = block  # of its pairs
+    if BLOCKS > 0:
+        first = tl.min(tl.where(live, rows, 0x7FFFFFFF), 0).to(tl.int64)
+    block_counts = counts_ptr + first * TILES
     if expert >= 0:
         if down < 0:
             _up_tile(
@@ -247,36 +250,36 @@ def _packed_experts(
 # ------------------------------------------------------------------------------------------ launch
 def multiply_at_once(
     x: torch.Tensor,
+    x_width: int,
     matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     routing: Routing,
+    table: "_Table",
     scratch: tuple[torch.Tensor, torch.Tensor],
     y: torch.Tensor,
     counts: torch.Tensor,
     plan: "_Plan",
     natural: bool,
 ) -> None:
-    """Launch. matrices: words and globals of up, then of down; scratch: h and the pairs' rows;
-    natural: whether x's columns stand as they are."""
-    (T, L), K = x.shape, routing.ids.shape[1]
+    """Launch. x_width: columns that x has; matrices: words and globals of up, then of down;
+    scratch: h and the pairs' rows; natural: whether x's columns stand as they are."""
+    (T, K), L = routing.ids.shape, y.shape[1]
     up_words, up_global, down_words, down_global = matrices
-    table, experts = routing.block_pairs, routing.block_experts
-    if not plan.given:
-        table = experts = routing.ids
     tile, pairs, down_tiles = plan.tile, T * K, plan.down_tiles
-    ups = pairs * plan.up_tiles
+    ups = table.blocks * plan.up_tiles
     sizes: dict[str, Any] = {
         f"{name}_{key}": tile[f"{name}_{key}"]
         for name in ("UP", "DOWN")
         for key in ("N", "K", "STAGES")
     }
     launch(
-        _packed_experts, (ups + pairs * down_tiles * plan.split,), x, up_words, up_global,
-        scratch[0], down_words, down_global, routing.weights, scratch[1], y, counts, table,
-        experts, pairs, ups, x.stride(0), L, **sizes, K=K, BLOCK_J=next_pow2(K), H=plan.h_width,
-        L=L, F_TILES=tiles_of(plan.width), L_TILES=tiles_of(L), BLOCKS=plan.blocks,
-        NATURAL=natural, SPLIT=plan.split, BLOCK_M=tile["UP_M"], BLOCK_D=next_pow2(down_tiles),
-        AHEAD=0 if INTERPRET else tile["AHEAD"], UP_STEPS=cdiv(L, int(tile["UP_K"])),
-        UP_EVEN=L % tile["UP_K"] == 0, DOWN_STEPS=plan.down_steps // plan.split,
+        _packed_experts, (ups + table.blocks * down_tiles * plan.split,), x, up_words, up_global,
+        scratch[0], down_words, down_global, routing.weights, scratch[1], y, counts,
+        *table.tensors, pairs, ups, x.stride(0), x_width, **sizes, K=K, BLOCK_J=next_pow2(K),
+        H=plan.h_width, L=L, F_TILES=tiles_of(plan.width), L_TILES=tiles_of(L),
+        BLOCKS=plan.blocks, NATURAL=natural, SPLIT=plan.split, BLOCK_M=tile["UP_M"],
+        BLOCK_D=next_pow2(down_tiles), AHEAD=0 if INTERPRET else tile["AHEAD"],
+        UP_STEPS=cdiv(x_width, int(tile["UP_K"])), UP_EVEN=x_width % tile["UP_K"] == 0,
+        DOWN_STEPS=plan.down_steps // plan.split,
         DOWN_EVEN=plan.h_width % tile["DOWN_K"] == 0, ASM=tile["ASM"] and not INTERPRET,
         PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=tile["UP_WARPS"],
     )  # fmt: skip

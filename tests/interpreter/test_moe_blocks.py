@@ -69,8 +69,8 @@ def check_blocks(case: Case, T: int, how: str, where: torch.device, calls: int) 
 def check_same_bits(
     case: Case, T: int, how: str, where: torch.device, tile: Tile, ordered: bool
 ) -> None:
-    """Experts by the routing's blocks, one pair at a time, by ids, and by sorted pairs; with ONE
-    the first two in one launch, whose counts are zeros again, and in three."""
+    """Experts by the routing's blocks, one pair at a time, by ids, and by sorted pairs; with ONE in
+    one launch, whose counts are zeros again, and in three."""
     args = RUN_EXPERTS_PACKED.make(case, T, where, torch.bfloat16, parity.generator(T, where))
     args["ordered"] = ordered
     scores = logits(how, T, case.E, case.K, where)
@@ -138,7 +138,7 @@ def test_experts_give_the_same_bits(tile: Tile, how: str, ordered: bool, poison:
 
 
 def test_where_one_launch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With counts enough, blocks of pairs or the router's, all experts here, and in order."""
+    """With counts enough, blocks of one height, all experts here, and rows that are summed."""
     taken: list[torch.Tensor] = []
 
     def seen(x: torch.Tensor, *more: object) -> None:
@@ -153,8 +153,9 @@ def test_where_one_launch_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for times, tile, changes, way in (
         (1, ONE, {}, "ordered"),
         (1, ONE.but(BLOCKS=2), {"routing": blocks}, "ordered"),
-        (0, ONE.but(BLOCKS=2), {}, "ordered"),
-        (0, ONE.but(BLOCKS=1), {}, "ordered"),
+        (1, ONE.but(BLOCKS=2), {}, "ordered"),
+        (1, ONE.but(BLOCKS=1), {}, "ordered"),
+        (0, ONE.but(UP_M=16), {}, "ordered"),
         (0, ONE, {"routing": own}, "ordered"),
         (0, ONE, {"arrivals": few}, "ordered"),
         (0, ONE, {}, "atomic"),

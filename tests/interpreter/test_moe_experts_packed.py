@@ -26,6 +26,7 @@ FORMS = {
     "mma split, 64 rows": MMA.but(SPLIT=3, UP_N=64, DOWN_N=64, DOWN_WARPS=1),
     "one launch": MMA.but(BLOCKS=0, SPLIT=3, ONE=True),
     "one launch, 64 rows": MMA.but(BLOCKS=0, ONE=True, UP_N=64, DOWN_N=64, SPLIT=3),
+    "one launch, tables": MMA.but(ONE=True),
     "wgmma": WGMMA,
     "wgmma of 64 columns": WGMMA.but(UP_K=64, DOWN_K=64, UP_N=64, DOWN_N=64),
     "wgmma, two heights": WGMMA.but(UP_M=32, NARROW=False),
@@ -67,7 +68,7 @@ def test_widths_that_no_tile_divides(F: int, L: int, tile: Tile, poison: Poison)
     check(arguments(2, 3, F, L, 1), tile)
 
 
-@pytest.mark.parametrize("form", ["pairs", "runs", "mma", "wgmma, two heights"])
+@pytest.mark.parametrize("form", ["pairs", "runs", "mma", "one launch, tables", "wgmma, two heights"])
 def test_pairs_that_nobody_sorted_give_the_same_bits(form: str, poison: Poison) -> None:
     """A block that is full, one that is not, experts without pairs, and no tokens at all."""
     for T, E, top in ((0, 3, 2), (19 if FORMS[form]["BLOCKS"] == 2 else 7, 6, 2)):
