@@ -140,10 +140,9 @@ def run_experts_packed(
     E = _check(x, up_words, up_global, down_words, down_global, width, routing, ordered)
     check_arrivals(arrivals)
     (T, L), K = x.shape, routing.ids.shape[1]
-    P = T * K
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
     plan = _Plan(tile, x, width, routing, arrivals)
-    h = torch.empty((P, plan.h_width), dtype=x.dtype, device=x.device)
+    h = torch.empty((T * K, plan.h_width), dtype=x.dtype, device=x.device)
     if plan.atomic:
         parts = token_rows(T, L, x.device)
     else:
@@ -160,27 +159,44 @@ def run_experts_packed(
         )
         return y
     if plan.ahead:
-        tables = (up_table.tensors, down_table.tensors)
-        multiply_ahead(rows, *matrices, routing.weights, (h, parts), tables)
+        made = (up_table.tensors, down_table.tensors)
+        multiply_ahead(rows, *matrices, routing.weights, (h, parts), made)
     else:
-        chosen = {"K": K, "BLOCK_J": next_pow2(K)}
-        launch(
-            _packed_up, (up_table.blocks * plan.up_tiles,), rows, up_words, up_global, h,
-            *up_table.tensors, P, rows.stride(0), x_width, **chosen, N_TILES=tiles_of(width),
-            K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])),
-            NATURAL=natural, EVEN=x_width % tile["UP_K"] == 0,
-            H=plan.h_width, launch_pdl=plan.pdl, **plan.meta("UP"),
-        )  # fmt: skip
-        launch(
-            _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
-            down_global, routing.weights, parts, *down_table.tensors, P, L=L, **chosen,
-            H=plan.h_width, N_TILES=tiles_of(L), K_TILES=tiles_of(width),
-            STEPS=plan.down_steps // plan.split, SPLIT=plan.split, ATOMIC=plan.atomic,
-            EVEN=plan.h_width % tile["DOWN_K"] == 0, launch_pdl=plan.pdl, **plan.meta("DOWN"),
-        )  # fmt: skip
+        tables = (up_table, down_table)
+        _multiply(rows, x_width, matrices, routing, tables, (h, parts), plan, natural)
     count = 1 if plan.atomic else K * plan.split
     combine(parts, y, count, bool(tile["NARROW"]), bool(tile["ONE"]), plan.pdl)
     return y
+
+
+def _multiply(
+    x: torch.Tensor,
+    x_width: int,
+    matrices: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    routing: Routing,
+    tables: "tuple[_Table, _Table]",
+    scratch: tuple[torch.Tensor, torch.Tensor],
+    plan: "_Plan",
+    natural: bool,
+) -> None:
+    """Launch one product, then the other; arguments as of `multiply_at_once`."""
+    (T, K), L, tile = routing.ids.shape, scratch[1].shape[-1], plan.tile
+    up_words, up_global, down_words, down_global = matrices
+    (up_table, down_table), (h, parts) = tables, scratch
+    chosen = {"K": K, "BLOCK_J": next_pow2(K), "H": plan.h_width}
+    launch(
+        _packed_up, (up_table.blocks * plan.up_tiles,), x, up_words, up_global, h,
+        *up_table.tensors, T * K, x.stride(0), x_width, **chosen, N_TILES=tiles_of(plan.width),
+        K_TILES=tiles_of(L), STEPS=cdiv(x_width, int(tile["UP_K"])), NATURAL=natural,
+        EVEN=x_width % tile["UP_K"] == 0, launch_pdl=plan.pdl, **plan.meta("UP"),
+    )  # fmt: skip
+    launch(
+        _packed_down, (down_table.blocks * plan.down_tiles * plan.split,), h, down_words,
+        down_global, routing.weights, parts, *down_table.tensors, T * K, L=L, **chosen,
+        N_TILES=tiles_of(L), K_TILES=tiles_of(plan.width), STEPS=plan.down_steps // plan.split,
+        SPLIT=plan.split, ATOMIC=plan.atomic, EVEN=plan.h_width % tile["DOWN_K"] == 0,
+        launch_pdl=plan.pdl, **plan.meta("DOWN"),
+    )  # fmt: skip
 
 
 class _Plan:

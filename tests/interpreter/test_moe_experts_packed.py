@@ -68,7 +68,9 @@ def test_widths_that_no_tile_divides(F: int, L: int, tile: Tile, poison: Poison)
     check(arguments(2, 3, F, L, 1), tile)
 
 
-@pytest.mark.parametrize("form", ["pairs", "runs", "mma", "one launch, tables", "wgmma, two heights"])
+@pytest.mark.parametrize(
+    "form", ["pairs", "runs", "mma", "one launch, tables", "wgmma, two heights"]
+)
 def test_pairs_that_nobody_sorted_give_the_same_bits(form: str, poison: Poison) -> None:
     """A block that is full, one that is not, experts without pairs, and no tokens at all."""
     for T, E, top in ((0, 3, 2), (19 if FORMS[form]["BLOCKS"] == 2 else 7, 6, 2)):
