@@ -90,9 +90,9 @@ def _fetch_words(
 
 
 @triton.jit
-def _wait_for(count_ptr, wanted):
-    """Until the count is what is wanted; what its raisers wrote may then be read, past L1."""
-    seen = tl.atomic_add(count_ptr, 0, sem="acquire")
+def _wait_for(count_ptr, seen, wanted):
+    """Until the count, once seen as it was, is what is wanted; what its raisers wrote may then be
+    read, past L1."""
     while seen < wanted:
         seen = tl.atomic_add(count_ptr, 0, sem="acquire")
     tl.debug_barrier()
@@ -174,8 +174,8 @@ def _up_tile(
 
 @triton.jit
 def _down_tile(
-    h_ptr, words_ptr, global_ptr, weights_ptr, parts_ptr, count_ptr, wanted, expert, rows, live,
-    tile_n, split,
+    h_ptr, words_ptr, global_ptr, weights_ptr, parts_ptr, count_ptr, seen, wanted, expert, rows,
+    live, tile_n, split,
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -188,7 +188,7 @@ def _down_tile(
         _fetch_words(matrix, tile_n, step_0, AHEAD, K_TILES, BLOCK_N)
     weights = tl.load(weights_ptr + rows, mask=live, other=0.0)
     scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * weights
-    _wait_for(count_ptr, wanted)
+    _wait_for(count_ptr, seen, wanted)
     h_rows = h_ptr + tl.where(live, rows, 0).to(tl.int64) * H
     acc = packed_product(
         h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
@@ -206,13 +206,15 @@ def _packed_experts(
     x_ptr, up_ptr, up_global_ptr, h_ptr, down_ptr, down_global_ptr, weights_ptr, parts_ptr, y_ptr,
     counts_ptr, table_ptr, experts_ptr, pairs, ups, x_stride, x_width,
     K: tl.constexpr, BLOCK_J: tl.constexpr, H: tl.constexpr, L: tl.constexpr,
-    F_TILES: tl.constexpr, L_TILES: tl.constexpr, BLOCKS: tl.constexpr, NATURAL: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
-    UP_N: tl.constexpr, UP_K: tl.constexpr, UP_STEPS: tl.constexpr, UP_STAGES: tl.constexpr,
-    UP_EVEN: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DOWN_STEPS: tl.constexpr,
-    DOWN_STAGES: tl.constexpr, DOWN_EVEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F_TILES: tl.constexpr, L_TILES: tl.constexpr, BLOCKS: tl.constexpr, FIRSTS: tl.constexpr,
+    NATURAL: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    AHEAD: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr, UP_STEPS: tl.constexpr,
+    UP_STAGES: tl.constexpr, UP_EVEN: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr,
+    DOWN_STEPS: tl.constexpr, DOWN_STAGES: tl.constexpr, DOWN_EVEN: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, L], by way of h [T*K, H] and rows [T*K, SPLIT, L]; `ups` programs are up's."""
+    """y [T, L], by way of h [T*K, H] and rows [T*K, SPLIT, L]; `ups` programs are up's. FIRSTS: a
+    block has the number of its first pair."""
     UP_TILES: tl.constexpr = H // UP_N
     TILES: tl.constexpr = (L + DOWN_N - 1) // DOWN_N
     pid = tl.program_id(0).to(tl.int64)
@@ -223,9 +225,13 @@ def _packed_experts(
     expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
     live = rows >= 0
     first = block  # of its pairs
-    if BLOCKS > 0:
-        first = tl.min(tl.where(live, rows, 0x7FFFFFFF), 0).to(tl.int64)
+    if not FIRSTS:
+        first = tl.min(tl.where(live & (expert >= 0), rows, pairs), 0).to(tl.int64)
     block_counts = counts_ptr + first * TILES
+    tile_n = down % TILES
+    seen = 0
+    if down >= 0:  # while the expert is on its way
+        seen = tl.atomic_add(block_counts + tile_n, 0, sem="acquire")
     if expert >= 0:
         if down < 0:
             _up_tile(
@@ -234,10 +240,9 @@ def _packed_experts(
                 UP_N, UP_K, UP_STAGES, ASM, TILES, BLOCK_D,
             )  # fmt: skip
         else:
-            tile_n = down % TILES
             _down_tile(
                 h_ptr, down_ptr, down_global_ptr, weights_ptr, parts_ptr, block_counts + tile_n,
-                UP_TILES, expert, rows, live, tile_n, down // TILES % SPLIT, L, H, L_TILES,
+                seen, UP_TILES, expert, rows, live, tile_n, down // TILES % SPLIT, L, H, L_TILES,
                 F_TILES, DOWN_STEPS, SPLIT, DOWN_EVEN, BLOCK_M, DOWN_N, DOWN_K, DOWN_STAGES,
                 AHEAD, ASM, PDL,
             )  # fmt: skip
@@ -276,8 +281,8 @@ def multiply_at_once(
         scratch[0], down_words, down_global, routing.weights, scratch[1], y, counts,
         *table.tensors, pairs, ups, x.stride(0), x_width, **sizes, K=K, BLOCK_J=next_pow2(K),
         H=plan.h_width, L=L, F_TILES=tiles_of(plan.width), L_TILES=tiles_of(L),
-        BLOCKS=plan.blocks, NATURAL=natural, SPLIT=plan.split, BLOCK_M=tile["UP_M"],
-        BLOCK_D=next_pow2(down_tiles), AHEAD=0 if INTERPRET else tile["AHEAD"],
+        BLOCKS=plan.blocks, FIRSTS=plan.given or plan.blocks < 2, NATURAL=natural,
+        SPLIT=plan.split, BLOCK_M=tile["UP_M"], BLOCK_D=next_pow2(down_tiles), AHEAD=0 if INTERPRET else tile["AHEAD"],
         UP_STEPS=cdiv(x_width, int(tile["UP_K"])), UP_EVEN=x_width % tile["UP_K"] == 0,
         DOWN_STEPS=plan.down_steps // plan.split,
         DOWN_EVEN=plan.h_width % tile["DOWN_K"] == 0, ASM=tile["ASM"] and not INTERPRET,

@@ -6,8 +6,9 @@ import torch
 import nemotriton.kernels as K
 from nemotriton.autotune import parity
 from nemotriton.kernels.moe_experts import RUN_EXPERTS
-from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED, _tile
+from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_experts_quant import RUN_EXPERTS_FP8, RUN_EXPERTS_NVFP4
+from nemotriton.kernels.moe_packed_tiles import packed_tile
 from nemotriton.kernels.moe_route import OwnRouting, route_experts_ref
 from nemotriton.kernels.op import Args, Case, KernelSpec, Tile, use_tile
 from tests.conftest import Poison
@@ -15,7 +16,7 @@ from tests.conftest import Poison
 CPU = torch.device("cpu")
 E, TOP, T = 6, 3, 5
 PAIR = Tile(BLOCK_M=1, BLOCK_N=16, BLOCK_K=32, num_warps=4, num_stages=1)
-PACKED = _tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
+PACKED = packed_tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2))
 FORMS: dict[str, tuple[KernelSpec, Tile | None]] = {
     "bf16": (RUN_EXPERTS, None),
     "bf16, pair by pair": (RUN_EXPERTS, PAIR),
