@@ -154,7 +154,8 @@ def _up_tile(
     K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_D: tl.constexpr, down_ptr, next_expert, next_tile, next_step,
+    DOWN_N: tl.constexpr, PASS: tl.constexpr,
 ):  # fmt: skip
     """A tile of h, then one more in each of the TILES counts of its block; BLOCK_D >= TILES."""
     scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
@@ -164,6 +165,10 @@ def _up_tile(
         x_rows, live, matrix, tile_n.to(tl.int32), 0, x_width, STEPS, K_TILES, NATURAL, EVEN,
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, True,
     )  # fmt: skip
+    if PASS > 0:
+        if next_expert >= 0:
+            matrix = down_ptr + next_expert * (N_TILES * K_TILES * WORDS)
+            _fetch_words(matrix, next_tile, next_step, PASS, N_TILES, DOWN_N)
     h = to_position_order(relu2(acc * scale).to(h_ptr.dtype.element_ty), True)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
@@ -230,6 +235,11 @@ def _packed_experts(
     block_counts = counts_ptr + first * TILES
     tile_n = down % TILES
     seen = 0
+    next_expert = expert
+    if AHEAD < 0:
+        if down < 0:
+            its = tl.minimum(pid, tl.num_programs(0) - ups - 1) // (TILES * SPLIT)
+            next_expert = tl.load(experts_ptr + its, cache_modifier=".cg").to(tl.int64)
     if down >= 0:  # while the expert is on its way
         seen = tl.atomic_add(block_counts + tile_n, 0, sem="acquire")
     if expert >= 0:
@@ -237,7 +247,8 @@ def _packed_experts(
             _up_tile(
                 x_ptr, up_ptr, up_global_ptr, h_ptr, block_counts, x_stride, x_width, expert, rows,
                 live, pid % UP_TILES, K, H, F_TILES, L_TILES, UP_STEPS, NATURAL, UP_EVEN, BLOCK_M,
-                UP_N, UP_K, UP_STAGES, ASM, TILES, BLOCK_D,
+                UP_N, UP_K, UP_STAGES, ASM, TILES, BLOCK_D, down_ptr, next_expert, pid % TILES,
+                (pid // TILES % SPLIT).to(tl.int32) * DOWN_STEPS, DOWN_N, -AHEAD,
             )  # fmt: skip
         else:
             _down_tile(

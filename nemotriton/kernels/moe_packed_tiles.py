@@ -51,7 +51,7 @@ STEP_AHEAD = [(size, size) for size in (M16, M32, M64W, M128W)]
 def packed_tiles(case: Case) -> list[Tile]:
     pairs = [packed_tile(up, down, s, blocks=b) for up, down, s in _FEW[:2] for b in (0, 1)]
     few = [packed_tile(up, down, s) for up, down, s in _FEW]
-    ones = [one_launch(64, stages, ahead) for stages, ahead in ((6, 0), (6, 2), (4, 0))]
+    ones = [one_launch(size, size) for size in ((64, 6), (64, 4), (128, 4))]
     late = [tile.but(PDL=True) for tile in (*pairs[:2], few[0], few[2], few[4], few[5])]
     many = [packed_tile(up, down, narrow=True) for up, down in _MANY]
     many += [packed_tile(up, down, narrow=True, ahead=True) for up, down in STEP_AHEAD]
@@ -69,9 +69,12 @@ def packed_suits(tile: Tile, tokens: int) -> bool:
     return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
 
 
-def one_launch(rows: int, stages: int, ahead: int, split: int = 3, warps: int = 2) -> Tile:
-    size = (8, rows, 128, stages, warps)
-    return packed_tile(size, size, split, blocks=0).but(PDL=True, ONE=True, AHEAD=ahead)
+def one_launch(
+    up: tuple[int, int], down: tuple[int, int], ahead: int = 0, split: int = 3, blocks: int = 0
+) -> Tile:
+    """A tile of (rows of weights, stages) of each product; by two warps."""
+    first, second = ((8, rows, 128, stages, 2) for rows, stages in (up, down))
+    return packed_tile(first, second, split, blocks).but(PDL=True, ONE=True, AHEAD=ahead)
 
 
 def _blocks(pairs: int, tokens: int) -> int:
@@ -86,7 +89,7 @@ def packed_default(case: Case, tokens: int) -> Tile:
     down = TWO if case.F % 128 else ONE  # masks of a last, half block make one warp spill
     if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
         if tokens <= 8:
-            return one_launch(64, 6, 0)
+            return one_launch((64, 6), (64, 6))
         return packed_tile(TWO, down, 3, _blocks(pairs, tokens)).but(PDL=True)
     if pairs <= 384:
         return packed_tile(TWO, down)

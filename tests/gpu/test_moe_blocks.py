@@ -33,7 +33,7 @@ def test_whoever_is_through_last(how: str, T: int, cuda: torch.device) -> None:
 def test_experts_give_the_same_bits(how: str, T: int, cuda: torch.device) -> None:
     if not here(RUN_EXPERTS_PACKED, cuda):
         pytest.skip(f"written for {RUN_EXPERTS_PACKED.arches}")
-    for tile in (packed_default(EXPERTS, T), one_launch(64, 6, 0)):
+    for tile in (packed_default(EXPERTS, T), one_launch((64, 6), (64, 6))):
         checks.check_same_bits(EXPERTS, T, how, cuda, tile, bool(EXPERTS.O))
 
 
@@ -46,7 +46,7 @@ def test_one_launch_again_and_again(case: Case, T: int, cuda: torch.device) -> N
     args = RUN_EXPERTS_PACKED.make(case, T, cuda, torch.bfloat16, generator(T, cuda))
     if FIRST <= T <= FEWEST:
         args["routing"] = find_blocks_ref(args["routing"])
-    for tile in (one_launch(64, 6, 0), one_launch(64, 6, 2)):
+    for tile in (one_launch((64, 6), (64, 6)), one_launch((64, 6), (128, 4), ahead=2)):
         with use_tile("run_experts_packed", tile):
             want = K.run_experts_packed.triton(**args | {"arrivals": None})
             K.run_experts_packed.triton(**args)

@@ -29,7 +29,7 @@ SMALL = Case(E=40, K=4, G=1, TG=1, F=64, D=37, S=2)
 EXPERTS = Case(E=6, F=80, L=64, K=2, O=0)
 HOWS = ("alike", "apart", "drawn")
 MMA = packed_tile((8, 128, 128, 3, 2), (8, 128, 128, 3, 2), 3, blocks=0)
-ONE = one_launch(64, 6, 0)
+ONE = one_launch((64, 6), (64, 6))
 
 
 def logits(how: str, T: int, E: int, K: int, where: torch.device) -> torch.Tensor:
