@@ -21,8 +21,8 @@ both products:
     ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
               same bits; elsewhere by the tile's other sizes
     ONE       both products and the sum in one launch (`moe_packed_one`), of blocks of one height
-              and by mma.sync; there AHEAD steps of words are in L2 before h is. Rows are summed
-              one after the other, so that three launches give the same bits
+              and by mma.sync. Rows are summed one after the other, so that three launches give the
+              same bits
     ASM       weights are decoded by inline assembly, else by Triton's operations
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
@@ -376,7 +376,6 @@ RUN_EXPERTS_PACKED = KernelSpec(
     default=packed_default,
     fixed=FixedOrder(packed_order, packed_fixed, twin=by_token(run_experts_packed_ref)),
     cost=RUN_EXPERTS_NVFP4.cost,
-    mutates=("arrivals",),
     per_token=("x",),
     strided=("x",),
     suits=packed_suits,

@@ -14,9 +14,8 @@ grid are up tiles and the others down tiles, so that these take the place of tho
 
 Nobody waits for ever: programs start in the order of their numbers, those that are waited for have
 the lower ones and wait for nothing in the grid. So few programs should fit at once that the up
-product is through with a block when its first down programs start; shared memory, as much of it as
-a tile's stages take, sees to that. AHEAD: so many steps of its words a down program brings into L2
-before it waits.
+product is through with a block when its first down programs start, and enough that they decode as
+fast as words come: shared memory, as much of it as a tile's stages take, sees to that.
 
 Counts int32: [pairs, tiles] of the blocks, each by the first of its pairs, then [tokens, tiles];
 zeros, and zeros again afterwards. Calls that run at the same time must not share them. Every pair
@@ -30,7 +29,6 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
-from nemotriton.kernels.dependent import prefetch
 from nemotriton.kernels.hopper_pack import (
     WEIGHT_UNIT,
     WORDS,
@@ -72,27 +70,9 @@ def counts_fit(arrivals: torch.Tensor | None, routing: Routing, width: int) -> b
 
 # ---------------------------------------------------------------------------------------- kernels
 @triton.jit
-def _fetch_words(
-    words_ptr, tile_n, step_0,
-    STEPS: tl.constexpr, K_TILES: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Prefetch STEPS tiles of 128 columns of BLOCK_N rows, from tile step_0 on; a block of 16 rows
-    has eight lines of codes and one of scales there."""
-    NB: tl.constexpr = BLOCK_N // 16
-    i = tl.arange(0, STEPS * NB * 8)
-    block = tile_n * NB + i // 8 % NB
-    at = words_ptr + (step_0 + i // (8 * NB)) * WORDS + block // 8 * (K_TILES * WORDS)
-    prefetch(at + block % 8 * 256 + i % 8 * 32)
-    j = tl.arange(0, STEPS * NB)
-    its = tile_n * NB + j % NB
-    first = words_ptr + (step_0 + j // NB) * WORDS + its // 8 * (K_TILES * WORDS)
-    prefetch(first + 2048 + its % 8 * 32)
-
-
-@triton.jit
-def _wait_for(count_ptr, seen, wanted):
-    """Until the count, once seen as it was, is what is wanted; what its raisers wrote may then be
-    read, past L1."""
+def _wait_for(count_ptr, wanted):
+    """Until the count is what is wanted; what its raisers wrote may then be read, past L1."""
+    seen = tl.atomic_add(count_ptr, 0, sem="acquire")
     while seen < wanted:
         seen = tl.atomic_add(count_ptr, 0, sem="acquire")
     tl.debug_barrier()
@@ -154,8 +134,7 @@ def _up_tile(
     K: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, NATURAL: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_D: tl.constexpr, down_ptr, next_expert, next_tile, next_step,
-    DOWN_N: tl.constexpr, PASS: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A tile of h, then one more in each of the TILES counts of its block; BLOCK_D >= TILES."""
     scale = tl.load(global_ptr + expert) * WEIGHT_UNIT
@@ -165,10 +144,6 @@ def _up_tile(
         x_rows, live, matrix, tile_n.to(tl.int32), 0, x_width, STEPS, K_TILES, NATURAL, EVEN,
         BLOCK_M, BLOCK_N, BLOCK_K, STAGES, ASM, True,
     )  # fmt: skip
-    if PASS > 0:
-        if next_expert >= 0:
-            matrix = down_ptr + next_expert * (N_TILES * K_TILES * WORDS)
-            _fetch_words(matrix, next_tile, next_step, PASS, N_TILES, DOWN_N)
     h = to_position_order(relu2(acc * scale).to(h_ptr.dtype.element_ty), True)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(h_ptr + rows[None, :].to(tl.int64) * H + n[:, None], h, mask=live[None, :])
@@ -179,21 +154,19 @@ def _up_tile(
 
 @triton.jit
 def _down_tile(
-    h_ptr, words_ptr, global_ptr, weights_ptr, parts_ptr, count_ptr, seen, wanted, expert, rows,
-    live, tile_n, split,
+    h_ptr, words_ptr, global_ptr, weights_ptr, parts_ptr, count_ptr, wanted, expert, rows, live,
+    tile_n, split,
     L: tl.constexpr, H: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     STEPS: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ASM: tl.constexpr, LET_GO: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    LET_GO: tl.constexpr,
 ):  # fmt: skip
     """A tile of a part of the rows, once `wanted` tiles of h are there."""
     step_0 = split.to(tl.int32) * STEPS
     matrix = words_ptr + expert * (N_TILES * K_TILES * WORDS)
-    if AHEAD > 0:
-        _fetch_words(matrix, tile_n, step_0, AHEAD, K_TILES, BLOCK_N)
     weights = tl.load(weights_ptr + rows, mask=live, other=0.0)
     scale = tl.load(global_ptr + expert) * WEIGHT_UNIT * weights
-    _wait_for(count_ptr, seen, wanted)
+    _wait_for(count_ptr, wanted)
     h_rows = h_ptr + tl.where(live, rows, 0).to(tl.int64) * H
     acc = packed_product(
         h_rows, live, matrix, tile_n.to(tl.int32), step_0, H, STEPS, K_TILES, False, EVEN,
@@ -211,15 +184,13 @@ def _packed_experts(
     x_ptr, up_ptr, up_global_ptr, h_ptr, down_ptr, down_global_ptr, weights_ptr, parts_ptr, y_ptr,
     counts_ptr, table_ptr, experts_ptr, pairs, ups, x_stride, x_width,
     K: tl.constexpr, BLOCK_J: tl.constexpr, H: tl.constexpr, L: tl.constexpr,
-    F_TILES: tl.constexpr, L_TILES: tl.constexpr, BLOCKS: tl.constexpr, FIRSTS: tl.constexpr,
-    NATURAL: tl.constexpr, SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    AHEAD: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr, UP_STEPS: tl.constexpr,
-    UP_STAGES: tl.constexpr, UP_EVEN: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr,
-    DOWN_STEPS: tl.constexpr, DOWN_STAGES: tl.constexpr, DOWN_EVEN: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    F_TILES: tl.constexpr, L_TILES: tl.constexpr, BLOCKS: tl.constexpr, NATURAL: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    UP_N: tl.constexpr, UP_K: tl.constexpr, UP_STEPS: tl.constexpr, UP_STAGES: tl.constexpr,
+    UP_EVEN: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DOWN_STEPS: tl.constexpr,
+    DOWN_STAGES: tl.constexpr, DOWN_EVEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y [T, L], by way of h [T*K, H] and rows [T*K, SPLIT, L]; `ups` programs are up's. FIRSTS: a
-    block has the number of its first pair."""
+    """y [T, L], by way of h [T*K, H] and rows [T*K, SPLIT, L]; `ups` programs are up's."""
     UP_TILES: tl.constexpr = H // UP_N
     TILES: tl.constexpr = (L + DOWN_N - 1) // DOWN_N
     pid = tl.program_id(0).to(tl.int64)
@@ -230,32 +201,23 @@ def _packed_experts(
     expert, rows = _find_rows(table_ptr, experts_ptr, block, pairs, K, BLOCKS, BLOCK_M, BLOCK_J)
     live = rows >= 0
     first = block  # of its pairs
-    if not FIRSTS:
+    if BLOCKS > 0:
         first = tl.min(tl.where(live & (expert >= 0), rows, pairs), 0).to(tl.int64)
     block_counts = counts_ptr + first * TILES
-    tile_n = down % TILES
-    seen = 0
-    next_expert = expert
-    if AHEAD < 0:
-        if down < 0:
-            its = tl.minimum(pid, tl.num_programs(0) - ups - 1) // (TILES * SPLIT)
-            next_expert = tl.load(experts_ptr + its, cache_modifier=".cg").to(tl.int64)
-    if down >= 0:  # while the expert is on its way
-        seen = tl.atomic_add(block_counts + tile_n, 0, sem="acquire")
     if expert >= 0:
         if down < 0:
             _up_tile(
                 x_ptr, up_ptr, up_global_ptr, h_ptr, block_counts, x_stride, x_width, expert, rows,
                 live, pid % UP_TILES, K, H, F_TILES, L_TILES, UP_STEPS, NATURAL, UP_EVEN, BLOCK_M,
-                UP_N, UP_K, UP_STAGES, ASM, TILES, BLOCK_D, down_ptr, next_expert, pid % TILES,
-                (pid // TILES % SPLIT).to(tl.int32) * DOWN_STEPS, DOWN_N, -AHEAD,
+                UP_N, UP_K, UP_STAGES, ASM, TILES, BLOCK_D,
             )  # fmt: skip
         else:
+            tile_n = down % TILES
             _down_tile(
                 h_ptr, down_ptr, down_global_ptr, weights_ptr, parts_ptr, block_counts + tile_n,
-                seen, UP_TILES, expert, rows, live, tile_n, down // TILES % SPLIT, L, H, L_TILES,
+                UP_TILES, expert, rows, live, tile_n, down // TILES % SPLIT, L, H, L_TILES,
                 F_TILES, DOWN_STEPS, SPLIT, DOWN_EVEN, BLOCK_M, DOWN_N, DOWN_K, DOWN_STAGES,
-                AHEAD, ASM, PDL,
+                ASM, PDL,
             )  # fmt: skip
             _arrive(
                 parts_ptr, y_ptr, counts_ptr, counts_ptr + pairs.to(tl.int64) * TILES, block, rows,
@@ -292,11 +254,9 @@ def multiply_at_once(
         scratch[0], down_words, down_global, routing.weights, scratch[1], y, counts,
         *table.tensors, pairs, ups, x.stride(0), x_width, **sizes, K=K, BLOCK_J=next_pow2(K),
         H=plan.h_width, L=L, F_TILES=tiles_of(plan.width), L_TILES=tiles_of(L),
-        BLOCKS=plan.blocks, FIRSTS=plan.given or plan.blocks < 2, NATURAL=natural,
-        SPLIT=plan.split, BLOCK_M=tile["UP_M"], BLOCK_D=next_pow2(down_tiles),
-        AHEAD=0 if INTERPRET else tile["AHEAD"],
-        UP_STEPS=cdiv(x_width, int(tile["UP_K"])), UP_EVEN=x_width % tile["UP_K"] == 0,
-        DOWN_STEPS=plan.down_steps // plan.split,
+        BLOCKS=plan.blocks, NATURAL=natural, SPLIT=plan.split, BLOCK_M=tile["UP_M"],
+        BLOCK_D=next_pow2(down_tiles), UP_STEPS=cdiv(x_width, int(tile["UP_K"])),
+        UP_EVEN=x_width % tile["UP_K"] == 0, DOWN_STEPS=plan.down_steps // plan.split,
         DOWN_EVEN=plan.h_width % tile["DOWN_K"] == 0, ASM=tile["ASM"] and not INTERPRET,
         PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=tile["UP_WARPS"],
     )  # fmt: skip

@@ -25,7 +25,7 @@ def packed_tile(
         for name, sizes in (("UP", up), ("DOWN", down))
         for key, size in zip(keys, sizes, strict=True)
     }
-    how = {"PDL": False, "ASM": True, "ASYNC": ahead, "ONE": False, "AHEAD": 0}
+    how = {"PDL": False, "ASM": True, "ASYNC": ahead, "ONE": False}
     return Tile(**both, SPLIT=split, BLOCKS=blocks, NARROW=narrow, **how)
 
 
@@ -69,12 +69,10 @@ def packed_suits(tile: Tile, tokens: int) -> bool:
     return tokens <= 256 if height == 8 else tokens >= {16: 64, 32: 256, 64: 512, 128: 1024}[height]
 
 
-def one_launch(
-    up: tuple[int, int], down: tuple[int, int], ahead: int = 0, split: int = 3, blocks: int = 0
-) -> Tile:
+def one_launch(up: tuple[int, int], down: tuple[int, int], split: int = 3, blocks: int = 0) -> Tile:
     """A tile of (rows of weights, stages) of each product; by two warps."""
     first, second = ((8, rows, 128, stages, 2) for rows, stages in (up, down))
-    return packed_tile(first, second, split, blocks).but(PDL=True, ONE=True, AHEAD=ahead)
+    return packed_tile(first, second, split, blocks).but(PDL=True, ONE=True)
 
 
 def _blocks(pairs: int, tokens: int) -> int:
