@@ -87,7 +87,8 @@ def packed_default(case: Case, tokens: int) -> Tile:
     down = TWO if case.F % 128 else ONE  # masks of a last, half block make one warp spill
     if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
         if tokens <= 8:
-            return one_launch((64, 6), (64, 6))
+            size = (64, 4) if tokens <= 2 else (128, 4)
+            return one_launch(size, size)
         return packed_tile(TWO, down, 3, _blocks(pairs, tokens)).but(PDL=True)
     if pairs <= 384:
         return packed_tile(TWO, down)
