@@ -64,8 +64,9 @@ from nemotriton.kernels.moe_packed_tiles import (
     packed_order,
     packed_suits,
     packed_tiles,
+    three_launches,
 )
-from nemotriton.kernels.moe_route import Routing, pair_rows, sort_pairs_ref
+from nemotriton.kernels.moe_route import OwnRouting, Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
     INTERPRET,
     Args,
@@ -141,6 +142,8 @@ def run_experts_packed(
     check_arrivals(arrivals)
     (T, L), K = x.shape, routing.ids.shape[1]
     tile = RUN_EXPERTS_PACKED.tile(T, x, E=E, F=width, L=L, K=K, O=int(ordered))
+    if tile["ONE"] and isinstance(routing, OwnRouting):
+        tile = three_launches(width, tile)
     plan = _Plan(tile, x, width, routing, arrivals)
     h = torch.empty((T * K, plan.h_width), dtype=x.dtype, device=x.device)
     if plan.atomic:

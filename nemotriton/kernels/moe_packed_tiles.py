@@ -75,6 +75,12 @@ def one_launch(up: tuple[int, int], down: tuple[int, int], split: int = 3, block
     return packed_tile(first, second, split, blocks).but(PDL=True, ONE=True)
 
 
+def three_launches(F: int, tile: Tile) -> Tile:
+    """Instead of a tile of one launch, where there cannot be one: the sizes that suit three."""
+    down = TWO if F % 128 else ONE
+    return packed_tile(TWO, down, int(tile["SPLIT"]), int(tile["BLOCKS"])).but(PDL=tile["PDL"])
+
+
 def _blocks(pairs: int, tokens: int) -> int:
     """One pair a block at a few tokens: the few experts that they share cost less to read twice
     than every program's look at all ids, or a launch that writes tables."""
@@ -87,8 +93,8 @@ def packed_default(case: Case, tokens: int) -> Tile:
     down = TWO if case.F % 128 else ONE  # masks of a last, half block make one warp spill
     if pairs <= 192:  # dependent launches gain a little here, and cost 3 % at 128 tokens
         if tokens <= 8:
-            size = (64, 4) if tokens <= 2 else (128, 4)
-            return one_launch(size, size)
+            both = (64, 4) if tokens <= 2 else (128, 4)
+            return one_launch(both, both)
         return packed_tile(TWO, down, 3, _blocks(pairs, tokens)).but(PDL=True)
     if pairs <= 384:
         return packed_tile(TWO, down)
@@ -105,8 +111,8 @@ def packed_default(case: Case, tokens: int) -> Tile:
         return packed_tile(size, size, narrow=True, ahead=True)
     if per_expert <= 66:
         return packed_tile(M64W, M64W, narrow=True)
-    both = (M128, M128) if per_expert <= 132 else (M128W, M64)
-    return packed_tile(*both, narrow=True)
+    last = (M128, M128) if per_expert <= 132 else (M128W, M64)
+    return packed_tile(*last, narrow=True)
 
 
 def packed_order(tile: Tile) -> Any:
