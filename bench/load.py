@@ -21,6 +21,7 @@ from bench.cli import Out, application, need_gpu, run
 from bench.cost import Rates
 from bench.forced import expected_tokens
 from bench.models import (
+    ActQuantFp8,
     Acceptance,
     KvDtype,
     Layers,
@@ -216,6 +217,7 @@ def main(
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
+    act_quant_fp8: ActQuantFp8 = False,
     rollback: Rollback = None,
     out: Out = None,
 ) -> None:
@@ -223,7 +225,8 @@ def main(
     if not synthetic:
         raise typer.BadParameter("only random weights are measured: add --synthetic")
     need_gpu()
-    setup = Setup(model, quant, layers, acceptance, state_dtype, kv_dtype, rollback)
+    how = (acceptance, state_dtype, kv_dtype, rollback)
+    setup = Setup(model, quant, layers, *how, act_quant_fp8=act_quant_fp8)
     traffic = [Traffic(given, wanted, n, prompts or 4 * n) for n in numbers(concurrency)]
     facts = facts_here()
     for row in measure(setup, traffic, drafts, facts, rates_here(facts), piece):

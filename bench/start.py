@@ -126,7 +126,7 @@ def main(
         for name in ("second",) if cache else ("first", "second"):
             seconds = started(words, cache or fresh)
             print(line(name, seconds), flush=True)
-            command = f"python -m bench.start {' '.join(words)}"
+            command = f"python -m bench.start {' '.join(words)}" + " --cache DIR" * bool(cache)
             case = {"drafts": drafts, "requests": requests, "prompt": tokens}
             rows.append(row_of(name, seconds, setup, command, **case), out)
 
