@@ -21,8 +21,8 @@ from bench.cli import Out, application, need_gpu, run
 from bench.cost import Rates
 from bench.forced import expected_tokens
 from bench.models import (
-    ActQuantFp8,
     Acceptance,
+    ActQuantFp8,
     KvDtype,
     Layers,
     Model,
