@@ -12,6 +12,7 @@ MODEL ?=
 PROMPT ?= def __init__(self, name, value=None):
 ARGS ?= --max-tokens 64 $(if $(MODEL),,--drafts 2 --seed 1 --repetition-penalty 1.15)
 JOBS ?= 2
+MAKEFLAGS += --jobs=$(JOBS)  # triton 3.6 is fetched while mypy has the other core
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -36,7 +37,7 @@ generate: export TEXT := $(value PROMPT)
 generate: $(READY)
 	$(PY) -m nemotriton.generate $(MODEL) --prompt "$$TEXT" $(ARGS)
 
-test: lint
+test: lint $(TRITON36_READY)
 	$(PYTEST) tests -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) tests/interpreter
 	$(MAKE) --no-print-directory test-triton36

@@ -84,8 +84,7 @@ def test_falls_back_where_codes_cannot_be_multiplied(dtype: torch.dtype, poison:
         assert torch.equal(y, K.fp8_matmul.triton(x, w, SCALE, scale))
 
 
-@pytest.mark.parametrize("T", [3, 19])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("T,dtype", [(3, torch.float16), (19, torch.bfloat16)])
 def test_x_may_come_as_codes(T: int, dtype: torch.dtype, poison: Poison) -> None:
     """By every form: the bits of x quantised on the way."""
     x, w = inputs(80, 1024, T)
