@@ -278,7 +278,7 @@ def attend_prefill(
         scale * LOG2_E,
         *strides,
         **shape,
-        **{name: value for name, value in tile.items() if name != "ROLES"},
+        **tile.without("ROLES"),
     )
     return out
 

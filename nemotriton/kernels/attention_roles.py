@@ -4,23 +4,19 @@ _plan_items     the work table: blocks of rows, those with most keys first
 _attend_roles   the rest
 """
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 
 from nemotriton import device
 from nemotriton.kernels.attention_hopper import _attend_roles
 from nemotriton.kernels.attention_loads import BOX, ROWS, WORK
+from nemotriton.kernels.described import Described, described
 from nemotriton.kernels.op import Case, launch, target
 from nemotriton.kernels.paged import LOG2_E, owner
 
 WIDTH = 128  # of a head
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = (torch.bfloat16, torch.float16)
 ROLES = 3  # of rows
 BLOCK_N = 64  # keys a step
 STAGES = 4  # of keys, and of values
@@ -85,7 +81,7 @@ def has_roles(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> 
     """Whether a call may take this form, where the tile asks for it: compute capability 9.0, heads
     of 128 numbers in bf16 or fp16, 1 to 64 of them a KV head and a power of two, pages of a
     multiple of 64 keys behind each other, and what TMA can read. fp8 caches as they are widened."""
-    if target(q.device) != 90 or q.shape[0] == 0 or q.dtype not in _ELEMENT:
+    if target(q.device) != 90 or q.shape[0] == 0 or q.dtype not in DTYPES:
         return False
     (_, heads, width), (_, page, kv_heads, _) = q.shape, k_cache.shape
     fits = suits_roles(Case(H=heads, Hkv=kv_heads, Dh=width, page=page))
@@ -125,8 +121,7 @@ def attend_by_roles(
         _plan_items, (rows,), work, count, out, cu, lengths, S, T, WIDTH=Hq * D,
         BLOCK_Q=ROLES * tokens, BLOCK_S=128, num_warps=1,
     )  # fmt: skip
-    box = (tokens, group, D)
-    q_desc = Described(q, list(q.shape), list(q.stride()), list(box), _layout(box, q.dtype))
+    q_desc = described(q, q.shape, q.stride(), (tokens, group, D))
     launch(
         _attend_roles, (min(rows * heads, device.info(where).sms),), q_desc, _keys(k_cache),
         _keys(v_cache), out, work, count, pages, k_scale, v_scale, scale * LOG2_E, pages.stride(0),
@@ -139,11 +134,5 @@ def attend_by_roles(
 def _keys(cache: torch.Tensor) -> Described:
     """A cache as a matrix [keys, heads * width] that is read in boxes of one head."""
     pages, page, heads, width = cache.shape
-    box = (BOX.value, width)
-    shape = [pages * page, heads * width]
-    return Described(cache, shape, [cache.stride(1), 1], list(box), _layout(box, cache.dtype))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+    shape = (pages * page, heads * width)
+    return described(cache, shape, (cache.stride(1), 1), (BOX.value, width))

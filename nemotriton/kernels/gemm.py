@@ -347,8 +347,7 @@ def _swapped(case: Case, shape: tuple[int, ...], programs: int) -> Tile:
 def _pointers(tile: Tile) -> Tile:
     """The tile of the form without descriptors that has the same blocks."""
     tile = square_tile(SQUARE[0]) if "ROLES" in tile else tile
-    blocks = {k: v for k, v in tile.items() if k not in ("TMA", "HALVES")}
-    return Tile(**blocks).but(SWAP=False, SPLITS=1)
+    return tile.without("TMA", "HALVES").but(SWAP=False, SPLITS=1)
 
 
 # Triton 3.6 and 3.7 turn an fp32 dot of 64 or more rows into tf32 on sm_100, "ieee" or not

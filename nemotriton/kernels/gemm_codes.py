@@ -86,8 +86,7 @@ def codes(
     )
     r_stride = 0 if residual is None else residual.stride(0)
     shape = (weight.stride(0), r_stride, T, N, K, cdiv(K, k * splits))
-    constants = {key: v for key, v in tile.items() if key not in ("CODES", "SPLITS")}
-    constants |= {"PARTIAL": PARTIAL, **as_dependent(x)}
+    constants = {**tile.without("CODES", "SPLITS"), "PARTIAL": PARTIAL, **as_dependent(x)}
     grid = (cdiv(N, n) * cdiv(T, t) * splits,)
     if splits == 1:
         args = (*operands, *scales, bias, residual, y, *shape)

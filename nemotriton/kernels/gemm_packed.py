@@ -241,7 +241,7 @@ def _run_stream(
     r_stride = 0 if residual is None else residual.stride(0)
     args = (x, words, scale, bias, residual, y, x.stride(0), r_stride, T, N, K)
     constants = {"EVEN_K": even, "K_TILES": k_tiles, "SLICES": slices}
-    blocks = {k: v for k, v in tile.items() if k not in ("STREAM", "ASM")}
+    blocks = tile.without("STREAM", "ASM")
     asm = bool(tile["ASM"]) and target(x.device) >= 90
     constants |= {"RELU2": squared, "ASM": asm, **as_dependent(x)}
     launch(_stream_packed, grid, *args, **constants, **blocks)

@@ -19,9 +19,6 @@ x [T, K] and W [N, K] both bf16, both fp16 or both e4m3, y [T, N] bf16 or fp16; 
 start at multiples of 16 bytes. TMA pads with zeros past every edge, and stores nothing there.
 """
 
-import functools
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 
 from nemotriton import device
+from nemotriton.kernels.described import Described, described
 from nemotriton.kernels.gemm_square import describable, square, square_tile
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import Tile, cdiv, launch, target
@@ -45,11 +42,6 @@ STEP = gl.constexpr(128)  # bytes of a row of x and W that a stage holds
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 SUMS_8 = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32]))
 WIDE_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-_ELEMENT = {
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-}
 
 
 @gluon.jit
@@ -276,20 +268,14 @@ def roles(
 
 
 def _rows(v: torch.Tensor, rows: int, columns: int) -> Described:
-    layout = _layout((rows, columns), v.dtype)
-    return Described(v, list(v.shape), [v.stride(0), 1], [rows, columns], layout)
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+    return described(v, v.shape, (v.stride(0), 1), (rows, columns))
 
 
 def has_roles(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether this form takes the operands: compute capability 9.0, a 16-bit y, and rows of all
     three that TMA can move."""
     on_hopper = target(x.device) == 90
-    return on_hopper and y.dtype in _ELEMENT and describable(x, weight, y)
+    return on_hopper and y.dtype in (torch.bfloat16, torch.float16) and describable(x, weight, y)
 
 
 def multiply_many(

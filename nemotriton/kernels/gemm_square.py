@@ -93,7 +93,7 @@ def square(
     )
     r_stride = 0 if residual is None else residual.stride(0)
     partial = PARTIAL if x.dtype == torch.float8_e4m3fn else None
-    blocks = {key: v for key, v in tile.items() if key != "TMA"}
+    blocks = tile.without("TMA")
     args = (*operands, *scales, bias, residual, y, r_stride, T, N, K)
     grid = (cdiv(T, t) * cdiv(N, n * int(tile["HALVES"])),)
     launch(_square, grid, *args, RELU2=squared, PARTIAL=partial, **blocks)

@@ -193,7 +193,7 @@ def stream(
     constants = {"EVEN_K": K % block == 0, "STEPS": cdiv(K, block), "SLICES": slices}
     asm = target(x.device) >= 90
     args = (x, weight, *scales, bias, residual, y, *shape)
-    blocks = {k: v for k, v in tile.items() if k != "STREAM"}
+    blocks = dict(tile.without("STREAM"))
     if int(tile["AHEAD"]) * block > K or block * weight.element_size() % LINE.value:
         blocks["AHEAD"] = 0  # only whole lines of whole steps are asked for
     launch(_stream, grid, *args, RELU2=squared, ASM=asm, **constants, **blocks, **as_dependent(x))

@@ -115,7 +115,7 @@ def wide(
     (T, K), N = x.shape, weight.shape[0]
     words, splits = weight.view(torch.int32), int(tile["SPLITS"])
     ordered = order_columns(x, K)
-    constants = {k: v for k, v in tile.items() if k != "WIDE"} | as_dependent(x)
+    constants = {**tile.without("WIDE"), **as_dependent(x)}
     constants |= {"STEPS": K // (int(tile["BLOCK_K"]) * splits), "STAGES": tile["num_stages"]}
     constants["ASM"] = target(x.device) >= 90
     grid = (cdiv(N, int(tile["BLOCK_N"])) * cdiv(T, int(tile["BLOCK_T"])) * splits,)

@@ -326,7 +326,7 @@ def run_experts(
     up_tiles, down_tiles = cdiv(F, block_n), cdiv(L, block_n)
     late = as_dependent(x)
     if tile["BLOCK_M"] == 1:
-        size = {k: v for k, v in tile.items() if k != "BLOCK_M"} | late
+        size = {**tile.without("BLOCK_M"), **late}
         ids, weights = routing.ids, routing.weights
         launch(_up_pair, (P * up_tiles,), x, up, h, ids, x.stride(0), F, L, K, **size)
         launch(_down_pair, (P * down_tiles,), h, down, rows, weights, ids, F, L, **size)

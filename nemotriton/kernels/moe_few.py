@@ -261,9 +261,8 @@ def _lines(tile: Tile, row_bytes: int) -> int:
 
 def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     """Constants and launch options of both kernels that the tile gives."""
-    rest = {k: v for k, v in tile.items() if k not in ("AHEAD", "EVEN")}
     how = {"ASM": target(x.device) >= 90, "SLICES": tile["num_warps"]}
-    return rest | how | as_dependent(x)
+    return {**tile.without("AHEAD", "EVEN"), **how, **as_dependent(x)}
 
 
 # ------------------------------------------------------------------------------------------- specs

@@ -34,6 +34,7 @@ DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
 P = ParamSpec("P")
 R = TypeVar("R")
+V = TypeVar("V")
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _FORCED: ContextVar[Mapping[str, str]] = ContextVar("forced implementations", default=_NONE)
@@ -46,15 +47,15 @@ SPECS: dict[str, "KernelSpec"] = {}
 
 
 # ------------------------------------------------------------------------------------ the types
-class Tile(Mapping[str, int | bool]):
-    """A tuned configuration: the kernel's block sizes with `num_warps` and `num_stages`."""
+class _Frozen(Mapping[str, V]):
+    """Named values that never change and may be a key."""
 
     __slots__ = ("_items",)
 
-    def __init__(self, **items: int | bool) -> None:
-        self._items = dict(sorted(items.items()))
+    def __init__(self, **items: V) -> None:
+        self._items = items
 
-    def __getitem__(self, key: str) -> int | bool:
+    def __getitem__(self, key: str) -> V:
         return self._items[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -64,7 +65,16 @@ class Tile(Mapping[str, int | bool]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
+        return hash(tuple(sorted(self._items.items())))
+
+
+class Tile(_Frozen[int | bool]):
+    """A tuned configuration: the kernel's block sizes with `num_warps` and `num_stages`."""
+
+    __slots__ = ()
+
+    def __init__(self, **items: int | bool) -> None:
+        super().__init__(**dict(sorted(items.items())))
 
     def __repr__(self) -> str:
         return "Tile(" + ", ".join(f"{k}={v}" for k, v in self._items.items()) + ")"
@@ -73,38 +83,27 @@ class Tile(Mapping[str, int | bool]):
         """The same tile with some entries changed."""
         return Tile(**(self._items | changes))
 
+    def without(self, *names: str) -> "Tile":
+        """The same tile less these entries, which a kernel that is launched does not know."""
+        return Tile(**{k: v for k, v in self._items.items() if k not in names})
 
-class Case(Mapping[str, Any]):
+
+class Case(_Frozen[Any]):
     """The static axes of a kernel, such as widths and head counts, by shape letter."""
 
-    __slots__ = ("_axes",)
-
-    def __init__(self, **axes: Any) -> None:
-        self._axes = axes
-
-    def __getitem__(self, key: str) -> Any:
-        return self._axes[key]
+    __slots__ = ()
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("_"):
             raise AttributeError(key)
         try:
-            return self._axes[key]
+            return self._items[key]
         except KeyError:
-            known = ", ".join(self._axes)
+            known = ", ".join(self._items)
             raise AttributeError(f"this case has no axis {key!r}, only {known}") from None
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
-    def __hash__(self) -> int:
-        return hash(tuple(sorted(self._axes.items())))
-
     def __repr__(self) -> str:
-        return "-".join(f"{k}{v}" for k, v in self._axes.items())
+        return "-".join(f"{k}{v}" for k, v in self._items.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,13 @@ Rows of the work table, longest sequences first: first chunk, chunks, slot, whet
 read, whether it is written, first token, token behind the last, 0. A pad has no chunks.
 """
 
-import functools
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as Described
 
 from nemotriton import device
 from nemotriton.kernels.dependent import as_dependent, dependent
+from nemotriton.kernels.described import Described, described
 from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2
 from nemotriton.kernels.ssd_blocks import _prepare_decays
 from nemotriton.kernels.ssd_chunk import chunk_rows
@@ -31,16 +27,11 @@ from nemotriton.kernels.ssd_hopper import _scan_roles
 
 SHAPE = (64, 128, 128)  # head_dim, state and chunk it is written for
 CHUNK = SHAPE[2]
-_ELEMENT = {
-    torch.bfloat16: gl.bfloat16,
-    torch.float16: gl.float16,
-    torch.float32: gl.float32,
-}
 HEADS = 8  # heads whose decays a program makes
 # Up to so many chunks the scan is launched as a dependent, which saves 2 us. Its programs then
 # start one by one and where there is room, and with 64 chunks and more it took 3 to 12 % longer.
 SHORT = 24
-STORED = frozenset(_ELEMENT)  # formats of the state
+STORED = frozenset((torch.bfloat16, torch.float16, torch.float32))  # formats of the state
 
 
 @triton.jit
@@ -183,15 +174,9 @@ def scan_by_roles(
 def _rows(v: torch.Tensor, rows: int, columns: int) -> Described:
     """v [T, heads, width] as a matrix [T, heads * width] that is moved in tiles."""
     shape = [v.shape[0], v.shape[1] * v.shape[2]]
-    layout = _layout((rows, columns), v.dtype)
-    return Described(v, shape, [v.stride(0), 1], [rows, columns], layout)
+    return described(v, shape, (v.stride(0), 1), (rows, columns))
 
 
 def _flat(v: torch.Tensor) -> Described:
     """The two tables of one chunk and head, behind each other."""
-    return Described(v, [v.numel()], [1], [2 * CHUNK], _layout((2 * CHUNK,), v.dtype))
-
-
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+    return described(v, (v.numel(),), (1,), (2 * CHUNK,))

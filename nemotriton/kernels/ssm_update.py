@@ -166,7 +166,7 @@ def ssm_update(
     single = max_new == 1 and lanes is None and parents is None
     axes = {"H": H, "P": P, "N": N, "G": G, "STATE": state_axis(state, noise)}
     tile = SSM_UPDATE.tile(T, x, **axes, NEW=1 if single else 4, TREE=int(parents is not None))
-    each, tile = _without_each(tile, single)
+    each, tile = int(tile.get("EACH", 1)) if single else 1, tile.without("EACH")
     grid = (slots.shape[0] * H * cdiv(P, int(tile["BLOCK_P"]) * each),)
     seeds, lengths, layer = (None, None, 0) if noise is None else noise
     tensors = (x, dt, A, B, C, D, dt_bias, z, y, state, scales, seeds, lengths)
@@ -185,12 +185,6 @@ def ssm_update(
     else:
         launch(_update_tree, grid, *tensors, *index, parents, *where, **tile)
     return y
-
-
-def _without_each(tile: Tile, single: bool) -> tuple[int, Tile]:
-    """How many blocks of rows a program takes, and what of the tile the other kernels know."""
-    rest = {key: value for key, value in tile.items() if key != "EACH"}
-    return int(tile.get("EACH", 1)) if single else 1, Tile(**rest)
 
 
 def _slot_stride(x: torch.Tensor | None) -> int:

@@ -110,7 +110,7 @@ def widen_keys(
     block_r = min(next_pow2(page * heads), max(1, int(tile["BLOCK"]) // block_d))
     constants = {"PAGE": page, "HEADS": heads, "D": width, "ASM": target(k_cache.device) >= 90}
     constants |= {"BLOCK_R": block_r, "BLOCK_D": block_d}
-    blocks = {name: value for name, value in tile.items() if name != "BLOCK"}
+    blocks = tile.without("BLOCK")
     codes = (k_cache.view(torch.uint8), v_cache.view(torch.uint8))
     strides = (pages.stride(0), *k_cache.stride()[:3])
     grid = (S * n * cdiv(page * heads, block_r),)

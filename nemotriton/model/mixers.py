@@ -173,14 +173,15 @@ class MoeMixer(nn.Module):
         projection then gives its columns in the order in which their products read them."""
         self.experts.prepare()
         if self.experts.packed and self.arrivals is None:
-            where, width = self.gate.weight.device, self.moe.latent or self.gate.weight.shape[1]
+            where = self.gate.weight.device
             self.arrivals = torch.zeros(1, dtype=torch.int32, device=where)
-            counts = count_arrivals(FEWEST, self.moe.top_k, width)
+            columns = self.moe.latent or self.gate.weight.shape[1]
+            counts = count_arrivals(FEWEST, self.moe.top_k, columns)
             self.experts.arrivals = torch.zeros(counts, dtype=torch.int32, device=where)
         latent = self.fc1_latent_proj
         if self.experts.packed and not self.experts.ordered and latent is not None:
-            width = latent.weight.shape[0]
-            if width % 64 == 0:
+            width = self.moe.latent
+            if width and width % 64 == 0:
                 latent.permute_rows(k_order(width, True, latent.weight.device))
                 self.experts.ordered = True
 

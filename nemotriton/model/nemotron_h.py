@@ -22,6 +22,7 @@ from nemotriton.model.layers import Embedding, Linear, RMSNorm, Scope
 from nemotriton.model.mamba import MambaMixer
 from nemotriton.model.mixers import AttentionMixer, MlpMixer, MoeMixer, make_mixer
 from nemotriton.model.mtp import MtpBlock
+from nemotriton.model.nvfp4 import fp8_global_scale
 from nemotriton.model.packing import copies_head
 from nemotriton.model.parallel import ONE, Shard
 from nemotriton.model.training import train_embedding, train_mixer, train_norm
@@ -170,6 +171,5 @@ class NemotronH(nn.Module):
 
 def e4m3_copy(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 [V, D], scale fp32) of a 16-bit matrix, whose largest weight becomes the largest."""
-    largest = torch.maximum(weight.amax(), -weight.amin()).float()
-    scale = (largest / 448).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = fp8_global_scale(weight)
     return quantize_fp8(weight, scale), scale

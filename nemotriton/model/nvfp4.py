@@ -74,7 +74,8 @@ def fp8_global_scale(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax_over(x: torch.Tensor, largest: float) -> torch.Tensor:
-    amax = x.float().abs().flatten(-2).amax(-1)
+    flat = x.flatten(-2)  # of a large matrix no fp32 copy is made
+    amax = torch.maximum(flat.amax(-1), -flat.amin(-1)).float()
     return torch.where(amax == 0, torch.ones_like(amax), amax / largest)
 
 
