@@ -40,7 +40,7 @@ class Load:
     state_item: int = 4
     item: int = 2
     state_scale: int = 0
-    rollback: str = "replay"
+    rollback: str = "lanes"
 
     @property
     def each(self) -> int:
@@ -211,9 +211,9 @@ def state_bytes(config: ModelConfig, load: Load) -> float:
     assert m is not None
     state = m.inner * (m.state * load.state_item + load.state_scale)
     window = (m.conv_width - 1) * m.conv_dim * load.item
-    if not load.drafts:
+    if load.tokens:
         return 2.0 * (state + window)
-    windows = window * (load.drafts + 4)
+    windows = window * (load.drafts + 4 if load.drafts else 2)
     if load.rollback != "replay":  # a state a row
         return float(state * (1 + load.each) + windows)
     entries = REPLAY_INTERVAL / 2 + 2 * load.each  # a state is written when its ring is full

@@ -43,7 +43,10 @@ from nemotriton.autotune.provenance import clocks
 from nemotriton.autotune.timing import summary
 from nemotriton.autotune.trial import Facts
 from nemotriton.engine.caches import PAGE_SIZE
+from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.loading import Weights
+from nemotriton.engine.replay import find_rollback
+from nemotriton.kernels import STATE_FORMATS
 
 app = application(__doc__)
 
@@ -67,6 +70,7 @@ def measured(llm: LLM, weights: Weights, load: Load, facts: Facts, count: int) -
     """The numbers of one load; BenchError where its contexts do not fit."""
     steps.begin(llm, load.batch, load.context)
     got = steps.steps_of(llm, load.drafts, count)
+    idle = steps.idle_of(llm)
     seen = steps.experts_seen(llm)
     layers = steps.layers_of(llm)
     steps.end(llm)
@@ -85,6 +89,7 @@ def measured(llm: LLM, weights: Weights, load: Load, facts: Facts, count: int) -
         "p80": round(timing.p80, 1),
         "device_us": middle.pop("device"),
         "host_us": middle.pop("host"),
+        "idle_us": None if idle is None else round(idle, 1),
         "split_us": middle,
         "tokens_per_s": rows.digits(1e6 * got.tokens / sum(got.wall)),
         "tokens_per_step": rows.digits(got.tokens / count / load.batch),
@@ -138,24 +143,34 @@ def layers_table(row: Row) -> str:
     return "\n".join(lines)
 
 
-def loads(batch: str, context: str, drafts: int) -> list[Load]:
-    return [Load(n, length, drafts) for length in numbers(context) for n in numbers(batch)]
+def loads(batch: str, context: str, drafts: int, setup: Setup) -> list[Load]:
+    """Of all batches at all contexts, by the rollback that a GPU's engine for them would take."""
+    state = STATE_FORMATS[setup.state_dtype or "float32"]
+    shape = DraftShape.chain(drafts) if drafts else None
+    most = max(numbers(batch))
+    how = (setup.rollback, shape, torch.device("cuda"), setup.invariant, most, state)
+    kept = {"state_item": state.dtype.itemsize, "rollback": find_rollback(*how)}
+    return [
+        Load(n, length, drafts, **kept)  # type: ignore[arg-type]
+        for length in numbers(context)
+        for n in numbers(batch)
+    ]
 
 
 @app.command()
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
-    batch: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,16,64",
+    batch: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,16,64,256",
     context: Annotated[str, typer.Option(help="Tokens behind each.")] = "1024",
-    drafts: Annotated[str, typer.Option(help="Drafts a step.")] = "0",
-    acceptance: Acceptance = None,
+    drafts: Annotated[str, typer.Option(help="Drafts a step; each number is a start.")] = "0,3",
+    acceptance: Acceptance = 0.73,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
     rollback: Rollback = None,
-    each: Annotated[int, typer.Option("--steps", help="Steps behind each number.")] = 30,
+    each: Annotated[int, typer.Option("--steps", help="Steps behind each number.")] = 100,
     rate: Annotated[float | None, typer.Option(help="TB/s; default: measured here.")] = None,
     graphs: Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs.")] = True,
     invariant: Invariant = False,
@@ -172,14 +187,14 @@ def main(
     copy = facts.ceilings.copy_gbs if facts is not None else 1e3 * (rate or 4.28)
     for k in numbers(drafts):
         weights = setup.weights(k)
-        for load in loads(batch, context, k):
+        for load in loads(batch, context, k, setup):
             show(cost.parts(weights, load), load, copy)
     need_gpu()
     assert facts is not None
     command = f"python -m bench.decode {setup.words()} --batch {batch} --context {context} "
     command += f"--drafts {drafts}"
     for k in numbers(drafts):
-        for row in measure(setup, loads(batch, context, k), k, facts, each, graphs, command):
+        for row in measure(setup, loads(batch, context, k, setup), k, facts, each, graphs, command):
             rows.append(row, out)
 
 

@@ -77,7 +77,7 @@ def measure(
 
         work = [stepping] if batches else []
         if not drafts and lengths:
-            work.append(lambda: prefill.by(running, lengths, 2))
+            work.append(lambda: prefill.by(running, lengths))
         yield from each([*work, *([lambda: load.by(running, wanted)] if wanted else [])])
 
 
@@ -95,7 +95,7 @@ def main(
         list[str] | None,
         typer.Option("--load", help="in:out:at a time:prompts; repeatable; empty: none."),
     ] = None,
-    count: Annotated[int, typer.Option("--steps", help="Decode steps behind each number.")] = 30,
+    count: Annotated[int, typer.Option("--steps", help="Decode steps behind each number.")] = 100,
     piece: Annotated[int, typer.Option(help="Prompt tokens a step.")] = 8192,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,

@@ -13,6 +13,7 @@ import torch
 from nemotriton.engine import runner, static_step
 from nemotriton.kernels import Verdict, verify_drafts
 
+GOLDEN = (5**0.5 - 1) / 2
 TURNS = 997  # passes until the table repeats; a prime, so that no pattern of the load meets it
 
 
@@ -29,10 +30,15 @@ class Forced:
         self.table.fill_(accepted)
 
     def at_rate(self, share: float, seed: int = 0) -> None:
-        """Accept each draft with probability `share`, as long as all before it were."""
+        """Accept each draft in so large a `share`, as long as all before it were.
+
+        A sequence's passes take multiples of the golden ratio, modulo 1, for their luck: any few
+        dozen of them accept what the share says, so that no figure hangs on a draw."""
         rng = torch.Generator().manual_seed(seed)
-        hits = torch.rand((*self.table.shape, self.drafts), generator=rng) < share
-        self.table.copy_(hits.long().cumprod(-1).sum(-1))
+        turns = torch.arange(self.table.shape[0], dtype=torch.float64)[:, None]
+        luck = (turns * GOLDEN + torch.rand(self.table.shape[1], generator=rng)) % 1
+        at_least = torch.tensor([share ** (i + 1) for i in range(self.drafts)])
+        self.table.copy_((luck[..., None] < at_least).sum(-1))
 
     def verify(
         self,

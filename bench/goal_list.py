@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench import goal_inputs as inputs
-from nemotriton.kernels.op import SPECS, Args, Case, Cost
+from nemotriton.kernels.op import SPECS, Args, Case, Cost, Tile
 
 Rival = Callable[[Args], Any]
 
@@ -22,7 +22,7 @@ class Goal:
     """A figure to reach. `tokens` are all new tokens of the call.
 
     reach: microseconds; with a `rival`, the share of its speed. make: else the spec's own inputs.
-    cost: else the spec's."""
+    cost: else the spec's. tile: else the one that the op takes."""
 
     area: str
     label: str
@@ -34,6 +34,7 @@ class Goal:
     make: inputs.Make | None = None
     cost: Cost | None = None
     rival: Rival | None = None
+    tile: Tile | None = None
 
 
 MAMBA = {"H": 128, "P": 64, "N": 128, "G": 8}
@@ -141,25 +142,31 @@ def replays() -> Iterator[Goal]:
         for tree in (False, True) if new > 1 else (False,):
             case = Case(**MAMBA, STATE=state, NEW=1 if new == 1 else 4, TREE=int(tree))
             for batch, peer in batches.items():
-                floor = SPECS["ssm_replay"].cost(case, batch * case.NEW, torch.bfloat16).bytes
-                reach = peer if batch == 1 else max(peer / 1.15, floor / 4.28e6 / 0.9)
+                exact = Case(**{**case, "NEW": new})  # the kernel's own cases end at 4
+                cost = SPECS["ssm_replay"].cost(exact, batch * new, torch.bfloat16)
+                reach = peer if batch == 1 else max(peer / 1.15, cost.bytes / 4.28e6 / 0.9)
                 label = f"{state} state, {new} token{'s' * (new > 1)}{' of a tree' * tree}"
                 made, told = inputs.replaying(new, tree), f"best {peer:.3g}"
-                yield Goal("replay", label, "ssm_replay", case, batch * new, reach, told, made)
+                what = ("replay", label, "ssm_replay", case, batch * new, reach, told)
+                yield Goal(*what, made, cost)
 
 
 def scans() -> Iterator[Goal]:
     case = Case(**MAMBA, Q=128)
     ragged = (1024, 33, 700, 512, 129, 1500, 64, 300, 900, 1, 640, 257, 400, 128, 812, 792)
-    for lengths, reach, peer in (
-        ((2048,), 44, 160),
-        ((8192,), 145, 575),
-        ((51200,), 850, 3760),
-        (ragged, 200, 629),
+    for lengths, reach, plainly, peer in (
+        ((2048,), 44, 62, 160),
+        ((8192,), 145, 225, 575),
+        ((51200,), 850, 1300, 3760),
+        (ragged, 200, 320, 629),
     ):
         tokens, made = sum(lengths), inputs.scanning(lengths, fresh=True)
         label = f"{len(lengths)} prompt" + "s, ragged" * (len(lengths) > 1)
-        yield Goal("scan", label, "ssd_prefill", case, tokens, reach, f"best {peer}", made)
+        what = ("ssd_prefill", case, tokens)
+        yield Goal("scan", label, *what, reach, f"best {peer}", made)
+        tile = SPECS["ssd_prefill"].default(case, tokens).but(ROLES=False)
+        label += ", plain Triton"
+        yield Goal("scan", label, *what, plainly, f"best {peer}", made, tile=tile)
 
 
 def attention() -> Iterator[Goal]:

@@ -23,6 +23,7 @@ from nemotriton.autotune.trial import (
     Gate,
     Point,
     TileRunner,
+    forced,
     input_sets,
     reason,
     same_bits,
@@ -55,11 +56,17 @@ def measure(wanted: list[Goal], where: torch.device) -> Iterator[Row]:
 def one(goal: Goal, point: Point, watch: CudaStopwatch, facts: Facts) -> Row:
     """Gate and time one goal."""
     where = watch.where
-    verdict = Gate(point, where, min(GATED, goal.tokens)).verdict(None)
+    verdict = Gate(point, where, min(GATED, goal.tokens)).verdict(goal.tile)
     if not verdict.ok:
         return {"status": "red", "note": verdict.detail}
     torch.cuda.empty_cache()
-    sets, repeat = input_sets(point, where, goal.make)
+    with forced(point.op, goal.tile):
+        return timed(goal, point, watch, facts)
+
+
+def timed(goal: Goal, point: Point, watch: CudaStopwatch, facts: Facts) -> Row:
+    """Run it twice for its bits, then time it beside its rival."""
+    sets, repeat = input_sets(point, watch.where, goal.make)
     first, second = (parity.run(point.spec, sets[0]) for _ in range(2))
     for name, value in first.items():
         if not same_bits(value, second[name]):
@@ -69,16 +76,15 @@ def one(goal: Goal, point: Point, watch: CudaStopwatch, facts: Facts) -> Row:
     if goal.rival is not None:
         theirs = [dict(a) for a in sets]
         work.append([lambda a=a: goal.rival(a) for a in theirs])  # type: ignore[misc]
-    timed = race([watch.capture(calls, repeat) for calls in work])
-    return numbers(goal, point, timed, facts)
+    return numbers(goal, point, race([watch.capture(calls, repeat) for calls in work]), facts)
 
 
-def numbers(goal: Goal, point: Point, timed: list[Timing], facts: Facts) -> Row:
+def numbers(goal: Goal, point: Point, times: list[Timing], facts: Facts) -> Row:
     """The row's figures; a rival's time turns `reach` from a share into microseconds."""
-    found: Row = rows.figures(point, timed[0], facts)
+    found: Row = rows.figures(point, times[0], facts)
     if goal.cost is not None:
         least, ceiling = facts.ceilings.bound(goal.cost, point.dtype)
-        us = timed[0].us
+        us = times[0].us
         found |= {
             "gbps": rows.digits(goal.cost.bytes / us / 1e3),
             "tflops": rows.digits(goal.cost.flops / us / 1e6),
@@ -86,7 +92,7 @@ def numbers(goal: Goal, point: Point, timed: list[Timing], facts: Facts) -> Row:
             "ceiling": ceiling,
         }
     if goal.rival is not None:
-        rival = timed[1].us
+        rival = times[1].us
         found |= {"reach": rival / goal.reach, "peer": f"{goal.peer} {rival:.1f}"}
     return found
 

@@ -158,7 +158,7 @@ def step_table(setup: Setup, batches: list[int], context: int, length: int, coun
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences.")] = "1,16,64",
     context: Annotated[int, typer.Option(help="Tokens behind each.")] = 1024,

@@ -8,12 +8,10 @@ to `--out` as they are measured, the table to stdout at the end.
 import contextlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from bench import report, rows
+from bench import rows
 from bench.cli import (
     MODELS,
     Dtypes,
@@ -77,9 +75,6 @@ def main(
     dtype: Dtypes = "bf16",
     tokens: Tokens = "",
     out: Out = None,
-    readme: Annotated[
-        Path | None, typer.Option(help="File whose kernel table is written anew.")
-    ] = None,
 ) -> None:
     """Measure kernels; exits 1 when a gate is red."""
     wanted = points(kernel or [], model, dtype, tokens)
@@ -94,8 +89,6 @@ def main(
             at = f"[{len(found)}/{len(wanted)}] {row['kernel']} {rows.case_text(row['case'])}"
             print(f"{at} T={row['tokens']}: {said}", file=sys.stderr)
     print(rows.markdown(found), end="")
-    if readme is not None:
-        report.write_table(readme, found)
     raise typer.Exit(1 if any(r["status"] == "red" for r in found) else 0)
 
 

@@ -156,7 +156,7 @@ def measure(
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences that decode.")] = "1,16,64",
     tokens: Annotated[str, typer.Option(help="Lengths of prompts.")] = "2048,8192",

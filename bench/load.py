@@ -192,7 +192,9 @@ def by(running: Running, wanted: list[Traffic]) -> Iterator[Row]:
     assert rates is not None
     share = running.setup.acceptance if drafts else None
     for t in wanted:
-        command = f"python -m bench.load {running.setup.words()} --in {t.given} --out {t.wanted} "
+        command = (
+            f"python -m bench.load {running.setup.words()} --in {t.given} --answer {t.wanted} "
+        )
         command += f"--concurrency {t.most} --prompts {t.prompts} --drafts {drafts}"
         piece = llm.engine.scheduler.prefill_piece
         case = {"in": t.given, "out": t.wanted, "prompts": t.prompts, "piece": piece}
@@ -206,10 +208,10 @@ def by(running: Running, wanted: list[Traffic]) -> Iterator[Row]:
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
     given: Annotated[int, typer.Option("--in", help="Tokens of a prompt.")] = 8192,
-    wanted: Annotated[int, typer.Option("--out", help="Tokens of an answer.")] = 1024,
+    wanted: Annotated[int, typer.Option("--answer", help="Tokens of an answer.")] = 1024,
     concurrency: Annotated[str, typer.Option(help="Requests at a time.")] = "32",
     prompts: Annotated[int | None, typer.Option(help="In all; default 4 x --concurrency.")] = None,
     drafts: Annotated[int, typer.Option(help="Drafts a step.")] = 0,

@@ -30,6 +30,7 @@ from bench.cost import Load, Part, Rates
 from bench.models import KvDtype, Model, Quant, StateDtype, numbers
 from bench.rows import BenchError, Row
 from nemotriton.engine.loading import Weights, random_weights
+from nemotriton.engine.replay import MANY
 from nemotriton.errors import require
 from nemotriton.kernels import STATE_FORMATS
 
@@ -40,6 +41,7 @@ SHEETS = {
     "B200": Rates(7700.0, 2250.0, 4500.0),
     "GB200": Rates(8000.0, 2500.0, 5000.0),
 }
+AXES = ("model", "quant", "context", "drafts", "piece", "activations")  # of a case; a step's figure
 FP8_OVER_BF16 = 1.75  # of measured matmul rates, where rows were taken without the former
 
 
@@ -80,6 +82,7 @@ def load_of(case: dict[str, Any], batch: int) -> Load:
     """The load that a row's case describes."""
     state = STATE_FORMATS[case.get("state", "float32")]
     fp8 = case.get("kv", "") == "float8_e4m3fn"
+    many = batch >= MANY or case.get("drafts")
     return Load(
         batch,
         case.get("context", 0),
@@ -87,20 +90,22 @@ def load_of(case: dict[str, Any], batch: int) -> Load:
         kv_item=1 if fp8 else 2,
         state_item=state.dtype.itemsize,
         state_scale=state.row_bytes(0),
-        rollback=case.get("rollback", "replay"),
+        rollback=case.get("rollback") or ("replay" if many else "lanes"),
     )
 
 
 def known(found: Iterable[Row]) -> list[Known]:
-    """The measured decode steps and prompts among rows."""
-    steps: list[Known] = []
+    """The measured decode steps and prompts among rows, the latest of each."""
+    latest: dict[tuple[object, ...], Row] = {}
     for row in found:
-        decoding = row["suite"] == "decode" and row["provider"] == "nemotriton"
-        if not (decoding or row["suite"] == "prefill") or row["us"] is None:
-            continue
-        if row["launches"] is None:
-            continue
-        case = row["case"]
+        ours = row["suite"] in ("decode", "prefill") and row["provider"] == "nemotriton"
+        if ours and row["us"] is not None and row["launches"] is not None:
+            what = [row["case"].get(axis) for axis in AXES]
+            what[-1] = what[-1] or "bf16"
+            latest[row["suite"], row["tokens"], *what] = row
+    steps: list[Known] = []
+    for row in latest.values():
+        decoding, case = row["suite"] == "decode", row["case"]
         drafting = case.get("drafts", 0) > 0
         weights = random_weights(case["model"], 0, quant=case["quant"], drafting=drafting)
         if decoding:
@@ -120,7 +125,7 @@ def fit(steps: Sequence[Known]) -> Fit:
         return sum((tried.us(s.parts, s.launches, s.rates) / s.us - 1) ** 2 for s in of)
 
     best, least = Fit(1.0, 0.0), float("inf")
-    for e in (0.5 + 0.01 * i for i in range(51)):
+    for e in (0.5 + 0.01 * i for i in range(61)):  # reads alone are faster than a copy
         whole = [Fit(e, 0.0).us(s.parts, 0, s.rates) / s.us for s in decoding]
         each = [s.launches / s.us for s in decoding]
         # for a given e the best l solves sum (whole + l each - 1) each = 0
@@ -143,10 +148,16 @@ def elsewhere(here: Rates, gpu: str) -> Rates:
     )
 
 
-def launches_near(steps: Sequence[Known], batch: int, drafts: int) -> float:
-    """Launches of the measured step whose batch is nearest."""
-    same = [s for s in steps if s.row["suite"] == "decode" and s.row["case"]["drafts"] == drafts]
-    require(bool(same), f"no measured step has {drafts} drafts", BenchError)
+def launches_near(steps: Sequence[Known], model: str, quant: str, batch: int, drafts: int) -> float:
+    """Launches of the model's measured step whose batch is nearest."""
+    wanted = {"model": model, "quant": quant, "drafts": drafts}
+    same = [
+        s
+        for s in steps
+        if s.row["suite"] == "decode" and {k: s.row["case"][k] for k in wanted} == wanted
+    ]
+    said = f"no measured step of {model} in {quant} has {drafts} drafts"
+    require(bool(same), said, BenchError)
     return min(same, key=lambda s: abs(s.row["tokens"] - batch)).launches
 
 
@@ -156,7 +167,8 @@ def held_against(steps: Sequence[Known], by: Fit) -> str:
     lines = ["| step | rows | predicted ms | measured ms | off |", "|---|--:|--:|--:|--:|"]
     for s in steps:
         case = s.row["case"]
-        what = f"{case['model']} {case['quant']}, " + (
+        activations = " w8a8" if case.get("activations") == "fp8" else ""
+        what = f"{case['model']} {case['quant']}{activations}, " + (
             f"context {case['context']:,}, {case['drafts']} drafts"
             if s.row["suite"] == "decode"
             else "prompt"
@@ -170,13 +182,19 @@ def held_against(steps: Sequence[Known], by: Fit) -> str:
 
 
 def predicted(
-    weights: Weights, loads: Sequence[Load], steps: Sequence[Known], by: Fit, here: Rates
+    weights: Weights,
+    quant: str,
+    loads: Sequence[Load],
+    steps: Sequence[Known],
+    by: Fit,
+    here: Rates,
 ) -> list[Row]:
     """Microseconds of each load on every GPU of `SHEETS`."""
     found = []
     for load in loads:
         parts = cost.parts(weights, load, activations=True)
-        launches = launches_near(steps, load.batch, load.drafts)
+        name = weights.config.name
+        launches = launches_near(steps, name, quant, load.batch, load.drafts)
         times = {gpu: by.us(parts, launches, elsewhere(here, gpu)) for gpu in SHEETS}
         found.append({"load": load, "launches": launches, "us": times})
     return found
@@ -223,7 +241,7 @@ def main(
     case["kv"] = "float8_e4m3fn" if small else "bfloat16"
     loads = [load_of(case | {"context": n}, b) for n in numbers(context) for b in numbers(batch)]
     print(f"\n{weights.config.name}, weights as in {quant}\n")
-    print(table(predicted(weights, loads, steps, by, steps[0].rates)))
+    print(table(predicted(weights, quant, loads, steps, by, steps[0].rates)))
 
 
 if __name__ == "__main__":

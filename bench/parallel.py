@@ -75,7 +75,7 @@ def table(works: list[Work], facts: Facts, judged: dict[str, float], out: Out) -
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
     tp: Annotated[int, typer.Option(help="As in generate.")] = 2,
     ep: Annotated[int, typer.Option(help="As in generate.")] = 1,

@@ -4,6 +4,7 @@
     <!-- figures: short -->             the most telling ones, as far as they are measured
     <!-- figures: layers decode 1 -->   by kind of layer, of a step of so many sequences
     <!-- figures: layers prefill 8192 -->
+    <!-- figures: kernels -->           and `kernels short`: see `bench.kernel_figures`
     <!-- figures: predictions -->       `bench.model`, for GPUs that were not there
     <!-- figures: commands -->          what measured the figures
     (the table)
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import model
+from bench.kernel_figures import kernel_table
 from bench.rows import BenchError, Row
 from nemotriton.engine.loading import random_weights
 from nemotriton.errors import require
@@ -83,7 +85,8 @@ class Figure:
             return f"| {self.name} | | not measured | | {self.asked} | {self.others} |"
         share = self.share(row)
         of = "" if share is None else f"{share:.0f} %"
-        cells = [self.name, self.floor(row), self.told(row), of, self.asked, self.others]
+        name = self.name + strategy(row)
+        cells = [name, self.floor(row), self.told(row), of, self.asked, self.others]
         return "| " + " | ".join(cells) + " |"
 
 
@@ -93,6 +96,19 @@ def rate(row: Row) -> str:
 
 def step(row: Row) -> str:
     return f"{ms(row['us'])}, {rate(row)}"
+
+
+def share_of(row: Row, key: str) -> str:
+    """A part of a step as a share of it."""
+    part = row.get(key)
+    return "not measured" if part is None else f"{100 * part / row['us']:.1f} %"
+
+
+def strategy(row: Row) -> str:
+    """How the row's states were kept and rolled back."""
+    named = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    state, rollback = row["case"].get("state"), row["case"].get("rollback")
+    return f" ({named.get(state, state)} states, {rollback})" if state and rollback else ""
 
 
 def decoding() -> list[Figure]:
@@ -110,15 +126,18 @@ def decoding() -> list[Figure]:
             told=lambda r: f"{step(r)} at {r['tokens_per_step']:.1f} a step",
         )
     )
-    host = ("decode", "of which the device waits for the host, 1 sequence")
-    found.append(
-        Figure(
-            *(*host, "decode", 1, plain, "< 3 % of the step"),
-            told=lambda r: f"{100 * (r['us'] - r['device_us']) / r['us']:.1f} %",
-            floor=lambda r: "",
-            share=lambda r: None,
+    for name, key, asked in (
+        ("the device waits for the host", "idle_us", "< 3 % of the step"),
+        ("the host's own work, most of it beside the device's", "host_us", ""),
+    ):
+        found.append(
+            Figure(
+                *("decode", f"of it {name}, 1 sequence", "decode", 1, plain, asked),
+                told=lambda r, key=key: share_of(r, key),  # type: ignore[misc]
+                floor=lambda r: "",
+                share=lambda r: None,
+            )
         )
-    )
     launches = ("decode", "launches a layer, mean, 1 sequence")
     found.append(
         Figure(
@@ -148,7 +167,8 @@ def loads() -> list[Figure]:
         return f"{row['floor_us'] / 1e6:.0f} s"
 
     def told(row: Row) -> str:
-        return f"{rate(row)}, first token {row['first_token_ms'] / 1e3:.1f} s"
+        first = f"first token {row['first_token_ms'] / 1e3:.1f} s"
+        return f"{rate(row)} over {row['case']['prompts']} prompts, {first}"
 
     published = "vLLM, published: B200 1,517, two H100 1,116 tok/s"
     drafts = {"drafts": 3, "acceptance": 0.73}
@@ -205,7 +225,7 @@ def figures() -> list[Figure]:
 
 def short(found: Sequence[Row]) -> list[Figure]:
     """Those of a front page that are measured: steps, prompts, long loads, transformers."""
-    left_out = (262144, "1,024 in", "waits for", "launches a", "first start")
+    left_out = (262144, "1,024 in", "of it ", "launches a", "first start")
     wanted = [f for f in figures() if not any(str(x) in f"{f.tokens} {f.name}" for x in left_out)]
     return [f for f in wanted if f.row(found) is not None]
 
@@ -261,7 +281,7 @@ def predictions(found: Sequence[Row]) -> str:
         f"Fitted: {by.streaming:.0%} of the copy rate, {by.launch_us:.2f} us a launch, "
         f"{by.computing:.0%} of the matmul rate.\n\n"
     )
-    there = model.table(model.predicted(weights, loads, steps, by, steps[0].rates))
+    there = model.table(model.predicted(weights, "release", loads, steps, by, steps[0].rates))
     return f"{text}{model.held_against(steps, by)}\n\n{there}\n"
 
 
@@ -269,6 +289,8 @@ def block(what: str, found: Sequence[Row]) -> str:
     """The table that a marker asks for."""
     if what == "predictions":
         return predictions(found)
+    if what in ("kernels", "kernels short"):
+        return kernel_table(found, what != "kernels")
     if what == "commands":
         return "".join(f"\n    {line}" for line in commands(found)) + "\n\n"
     if what.startswith("layers "):

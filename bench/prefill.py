@@ -41,7 +41,7 @@ from nemotriton.autotune.trial import Facts
 from nemotriton.engine.loading import Weights
 
 app = application(__doc__)
-LONG = 100_000  # tokens; a longer prompt, of many equal steps, is measured once
+AT_ALL = 1 << 17  # tokens measured of one length, where a prompt is not repeated seven times
 HEAD = "| tokens | ms | spread | tok/s | TFLOP/s | floor ms | % of floor | launches |"
 
 
@@ -133,7 +133,7 @@ def kinds_table(row: Row) -> str:
 
 
 def measure(
-    setup: Setup, lengths: list[int], facts: Facts, rates: Rates, piece: int, repeat: int
+    setup: Setup, lengths: list[int], facts: Facts, rates: Rates, piece: int, repeat: int | None
 ) -> Iterator[Row]:
     """A printed row for each length, all by one model."""
     size = {"requests": 1, "context": max(lengths) + 8, "piece": piece, "batches": [1]}
@@ -141,8 +141,8 @@ def measure(
         yield from by(Running(llm, setup, setup.weights(0), 0, facts, rates), lengths, repeat)
 
 
-def by(running: Running, lengths: list[int], repeat: int) -> Iterator[Row]:
-    """A printed row for each length by a model that has started."""
+def by(running: Running, lengths: list[int], repeat: int | None = None) -> Iterator[Row]:
+    """A printed row for each length by a model that has started; repeat: else by the length."""
     print(f"{HEAD}\n|" + "--:|" * HEAD.count(" |"), flush=True)
     llm, rates, tables = running.llm, running.rates, []
     assert rates is not None
@@ -150,7 +150,7 @@ def by(running: Running, lengths: list[int], repeat: int) -> Iterator[Row]:
     for tokens in lengths:
         words = f"{running.setup.words()} --tokens {tokens} --piece {piece}"
         row = running.row("prefill", tokens, f"python -m bench.prefill {words}", piece=piece)
-        times = 1 if tokens > LONG else repeat
+        times = repeat or max(1, min(7, AT_ALL // tokens))
         row |= measured(llm, running.weights, tokens, rates, times, piece)
         tables.append(kinds_table(row))
         print(line(row), flush=True)
@@ -162,11 +162,13 @@ def by(running: Running, lengths: list[int], repeat: int) -> Iterator[Row]:
 def main(
     model: Model,
     synthetic: Synthetic = False,
-    quant: Quant = "bf16",
+    quant: Quant = "release",
     layers: Layers = None,
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt.")] = "1024,8192,65536",
     piece: Annotated[int, typer.Option(help="Tokens a step.")] = 8192,
-    repeat: Annotated[int, typer.Option(help="Prompts of each length.")] = 3,
+    repeat: Annotated[
+        int | None, typer.Option(help="Prompts of each length; default: 7, of long ones fewer.")
+    ] = None,
     state_dtype: StateDtype = None,
     kv_dtype: KvDtype = None,
     invariant: Invariant = False,

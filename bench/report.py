@@ -1,14 +1,13 @@
-"""`python -m bench.report FILES`: rows as tables or a picture, what moved, and the README's table.
+"""`python -m bench.report FILES`: rows as tables or a picture, what moved, and the pages' tables.
 
 `--against OLD` shows only rows that moved by more than both measurements' spread: whose intervals
-from the 20th to the 80th percentile do not overlap. `--readme FILE` writes the kernel table between
-the two marker lines, from rows that passed their gate; `--pages FOLDER` the tables of the pages
-there (`bench.pages`). `--figures PAGE` the whole-model tables of a page (`bench.performance`).
+from the 20th to the 80th percentile do not overlap. `--figures PAGE` writes a page's tables of
+whole models and of kernels (`bench.performance`), `--pages FOLDER` those of the pages there
+(`bench.pages`).
 """
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,8 +21,6 @@ from bench.rows import BenchError, Row
 from nemotriton.errors import require
 
 app = application(__doc__)
-BEGIN, END = "<!-- kernel table -->", "<!-- end of kernel table -->"
-WIDTH = 6  # token counts that the README's table has room for
 
 
 # ------------------------------------------------------------------------------------ what moved
@@ -61,52 +58,6 @@ def against(new: Sequence[Row], old: Sequence[Row]) -> str:
     alone = len(new) + len(old) - 2 * len(both)
     lines.append(f"\n{len(both)} rows compared, {len(pairs)} moved, {alone} in one file only")
     return "\n".join(lines) + "\n"
-
-
-# ---------------------------------------------------------------------------------------- README
-def table(found: Sequence[Row]) -> str:
-    """A line a kernel and case, a column a token count: microseconds and share of the ceiling."""
-    good = [r for r in found if r["provider"] == "nemotriton"]
-    counts = Counter(r["tokens"] for r in good)
-    shown = sorted(t for t, _ in counts.most_common(WIDTH))
-    lines = ["| kernel | case | " + " | ".join(f"{t:,} tokens" for t in shown) + " |"]
-    lines.append("|---|---|" + "--:|" * len(shown))
-    groups: dict[tuple[str, str], dict[int, Row]] = {}
-    for r in good:
-        groups.setdefault((r["kernel"], rows.case_text(r["case"])), {})[r["tokens"]] = r
-    for (kernel, case), by_tokens in sorted(groups.items()):
-        cells = [short(by_tokens.get(t)) for t in shown]
-        if any(cells):
-            lines.append(f"| {kernel} | {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def short(row: Row | None) -> str:
-    if row is None:
-        return ""
-    if row["us"] is None:
-        return rows.said(row)
-    us = row["us"]
-    return f"{us:,.{0 if us >= 1000 else 1}f} us, {row['roofline_pct']:.0f} %"
-
-
-def write_table(readme: Path, found: Sequence[Row]) -> None:
-    """Replace what stands between the markers of `readme`; BenchError where they are missing."""
-    require(bool(found), "there are no rows to make a table of", BenchError)
-    text = readme.read_text() if readme.exists() else ""
-    head, _, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    require(end != "", f"{readme} lacks the lines {BEGIN!r} and {END!r}", BenchError)
-    r = found[0]
-    made = f"{r['gpu']}, {r['date']}, commit {r['commit'] or 'unknown'}"
-    made += " with local changes" if any(x["dirty"] for x in found) else ""
-    limits = r["ceilings"]
-    told = (
-        f"{made}; torch {r['torch']}, triton {r['triton']}. Microseconds, and the share of the "
-        f"binding ceiling measured in the same run: copy {limits['copy_gbs'] / 1e3:.2f} TB/s, "
-        f"bf16 matmul {limits['bf16_tflops']:.0f} TFLOP/s."
-    )
-    readme.write_text(f"{head}{BEGIN}\n{told}\n\n{table(found)}\n{END}{tail}")
 
 
 # --------------------------------------------------------------------------------------- pictures
@@ -222,9 +173,8 @@ def main(
     ] = None,
     figures: Annotated[
         list[Path] | None,
-        typer.Option(help="Page whose tables of whole-model figures are written."),
+        typer.Option(help="Page whose tables of figures are written; repeatable."),
     ] = None,
-    readme: Annotated[Path | None, typer.Option(help="File whose kernel table is written.")] = None,
     pages: Annotated[Path | None, typer.Option(help="Folder whose tables are written.")] = None,
     kernel: Kernels = None,
 ) -> None:
@@ -240,13 +190,11 @@ def main(
         steps(found, picture_of_steps)
     for page in figures or ():
         performance.write(page, found)
-    if readme is not None:
-        write_table(readme, found)
     if pages is not None:
         write_pages(pages, found)
     if old is not None:
         print(against(found, rows.load([old])), end="")
-    elif not any((picture, others, picture_of_steps, figures, readme, pages)):
+    elif not any((picture, others, picture_of_steps, figures, pages)):
         print(formats[form](found), end="")
 
 

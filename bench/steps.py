@@ -192,6 +192,26 @@ def traced(work: Callable[[], None], device: torch.device) -> list[Span] | None:
     return sorted((s for s in found if not s.name.startswith("Mem")), key=lambda s: s.start) or None
 
 
+def idle_of(llm: LLM, count: int = 20) -> float | None:
+    """Microseconds a step that the device waits for the host: from a step's last kernel to the next
+    one's first, in a trace of `count` steps. Tracing slows the host, so it is rather less.
+
+    None where steps are not recorded, cannot be traced or are not of one size."""
+    if llm.runner.steps is None:
+        return None
+
+    def work() -> None:
+        for _ in range(count):
+            llm.step()
+
+    spans = traced(work, llm.device)
+    if spans is None or len(spans) % count:
+        return None
+    each = len(spans) // count
+    gaps = [spans[i].start - spans[i - 1].end for i in range(each, len(spans), each)]
+    return sum(max(gap, 0.0) for gap in gaps) / len(gaps)
+
+
 @contextmanager
 def marked(llm: LLM) -> Iterator[list[str]]:
     """Launch a marker behind every layer and draft; gives the kinds of what lies before each."""

@@ -76,12 +76,14 @@ def test_super_moves_thirteen_gigabytes_a_token() -> None:
 def test_many_rows_reach_all_experts_and_drafts_read_more() -> None:
     assert cost.reached(128, 6, 1) == pytest.approx(6)
     assert cost.reached(128, 6, 10_000) == pytest.approx(128)
-    plain, drafting = (
-        card("super-120b", Load(16, 1024, d), quant="release", drafting=True) for d in (0, 3)
+    plain = card("super-120b", Load(16, 1024), quant="release", drafting=True)
+    replayed, drafting = (
+        card("super-120b", Load(16, 1024, d, rollback="replay"), "release", True) for d in (0, 3)
     )
     assert drafting["head"] == 2.5 * plain["head"], "drafts by the copy in half the bytes"
     assert drafting["M weights"] == plain["M weights"]
     assert drafting["M states"] < plain["M states"], "a state is seldom written"
+    assert 0.5 < replayed["M states"] / plain["M states"] < 0.6, "and read as often as ever"
     lanes = card("super-120b", Load(16, 1024, 3, rollback="lanes"), "release", True)
     assert lanes["M states"] > 2 * plain["M states"], "a state a row is"
     assert plain["MTP weights"] == 0 < drafting["MTP weights"]
@@ -171,7 +173,7 @@ def test_steps_over_contexts_that_nobody_computed(
 ) -> None:
     k = 2 if rate or rollback else 0
     setup = replace(TINY, acceptance=rate, rollback=rollback)
-    wanted = decode.loads("1,2", "100", k)
+    wanted = decode.loads("1,2", "100", k, setup)
     found = rows_of(decode.measure(setup, wanted, k, FACTS, 3, True, "again"))
     assert [r["tokens"] for r in found] == [1, 2]
     for row in found:
@@ -218,6 +220,25 @@ def test_a_load_gets_all_its_tokens(k: int, capsys: pytest.CaptureFixture[str]) 
     assert all(r["case"]["in"] == 24 for r in found)
     table = [row for row in capsys.readouterr().out.splitlines() if row.startswith("| ")]
     assert {row.count("|") for row in table} == {load.HEAD.count("|")}
+
+
+def test_a_load_takes_its_lengths_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, seen = tmp_path / "rows.jsonl", []
+
+    def measured(setup: Any, traffic: Any, *rest: Any) -> Iterator[Row]:
+        seen.extend(traffic)
+        yield blank("load", "tiny", "bf16", 2, "measure")
+
+    for name, result in (("need_gpu", None), ("facts_here", None), ("rates_here", None)):
+        monkeypatch.setattr(load, name, lambda *_, result=result: result)
+    monkeypatch.setattr(load, "measure", measured)
+    words = ["preset:tiny", "--synthetic", "--in", "24", "--answer", "9", "--out", str(file)]
+    done = CliRunner().invoke(load.app, [*words, "--concurrency", "2"])
+    assert done.exit_code == 0, done.output
+    assert seen == [load.Traffic(given=24, wanted=9, most=2, prompts=8)]
+    assert [r["suite"] for r in rows.load([file])] == ["load"]
 
 
 def test_drafts_are_measured_at_every_acceptance(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def step(batch: int, us: float, **more: Any) -> Row:
     case = {"context": 1024, "drafts": 0, "state": "float32"} | more.pop("case", {})
     row = blank("decode", "super-120b", "release", batch, f"measure {batch}", **case)
     kinds = {"M": {"launches": 80, "bytes": 4e9, "floor_us": us / 3, "us": us / 2}}
-    row |= {"us": us, "p20": us, "p80": us, "device_us": 0.98 * us, "floor_us": us / 2}
+    row |= {"us": us, "p20": us, "p80": us, "idle_us": 0.02 * us, "floor_us": us / 2}
     row |= {"roofline_pct": 50.0, "tokens_per_s": 1e6 * batch / us, "launches": 572}
     return row | ORIGIN | {"experts": None, "kinds": kinds} | more
 
@@ -37,7 +37,8 @@ def test_a_figure_is_its_latest_row() -> None:
         "| a step, 1 x 1,024 tokens | 2.25 ms | 4.50 ms, 222 tok/s | 50 % | >= 70 % |  |" in lines
     )
     assert "| a step, 256 x 1,024 tokens | | not measured | | >= 65 % |  |" in lines
-    assert any("2.0 % |" in x for x in lines if "waits for the host" in x)
+    assert any("| 2.0 % |" in x for x in lines if "waits for the host" in x)
+    assert any("| not measured |" in x for x in lines if "the host's own work" in x)
     assert any("| 6.5 |" in x for x in lines if "launches a layer" in x)
     assert lines[-1] == "Synthetic weights. One NVIDIA H200, 2026-11-30, commit abcdef0."
     assert {x.count("|") for x in lines if x.startswith("|")} == {7}
@@ -77,6 +78,33 @@ def test_a_page_is_written_between_its_marks(tmp_path: Path) -> None:
     page.write_text("no marks")
     done = CliRunner().invoke(report.app, words)
     assert "has no line" in done.stderr
+
+
+def goal(label: str, tokens: int, us: float, peer: str, op: str = "run_experts_packed") -> Row:
+    figures = {"us": us, "roofline_pct": 61.2, "reach": 24.0, "peer": peer, "label": label}
+    return {"suite": "goals", "kernel": op, "tokens": tokens} | ORIGIN | figures
+
+
+def test_a_kernel_has_a_line_of_its_latest_rows() -> None:
+    name = "NVFP4 experts of a layer"
+    found = [
+        goal(name, 1, 99.0, "Marlin 48.6"),
+        goal(name, 1, 27.2, "Marlin 48.6"),
+        goal(name, 8192, 4047.8, "Marlin 8600"),
+        goal(name, 1, 5.0, "Marlin 48.6", op="run_experts_nvfp4"),
+        goal(name, 7, 5.0, "Marlin 1"),
+    ]
+    text = performance.block("kernels", found)
+    (line,) = [x for x in text.splitlines() if name in x]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[0] == "`run_experts_packed`, NVFP4 experts of a layer"
+    assert cells[1] == "1 / 4 / 8 / 16 / 64 / 256 / 1,024 / 2,048 / 8,192"
+    assert cells[2] == "27.2 / - / - / - / - / - / - / - / 4,048"
+    assert cells[3].startswith("61 / -")
+    assert cells[5] == "Marlin 48.6 / 114 / 185 / 294 / 530 / 655 / 1377 / 2464 / 8600"
+    assert "One NVIDIA H200, 2026-11-30, commit abcdef0: `python -m bench.goals`." in text
+    assert "of a tree" in text
+    assert "of a tree" not in performance.block("kernels short", found)
 
 
 def test_steps_are_drawn(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Datasheet rates are not reached by any kernel; a roofline share is told against 
 products run long enough for the power cap to set the clock, as it does under real work.
 """
 
+import functools
 from dataclasses import asdict, dataclass
 
 import torch
@@ -15,6 +16,7 @@ from nemotriton.kernels.op import Cost, cdiv, launch
 
 BYTES = 2 << 30  # far beyond any L2
 BLOCK = 8192
+COPIES = ((1024, 4), (2048, 4), (4096, 8), (8192, 8), (8192, 16))  # elements and warps of a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,12 @@ def measure(watch: Stopwatch, where: torch.device, size: int = BYTES, side: int 
         launch(_read, (out.numel(),), a, out, a.numel(), BLOCK=BLOCK, num_warps=8)
 
     # a kernel: in a graph, torch's copy becomes a node of the copy engine, which is far slower
-    def copy() -> None:
-        launch(_copy, (out.numel(),), a, b, a.numel(), BLOCK=BLOCK, num_warps=8)
+    def copy(block: int, warps: int) -> None:
+        programs = cdiv(a.numel(), block)
+        launch(_copy, (programs,), a, b, a.numel(), BLOCK=block, num_warps=warps)
 
-    copy_us = _median(watch.capture([copy], True))
+    copies = [watch.capture([functools.partial(copy, *size)], True) for size in COPIES]
+    copy_us = min(timing.us for timing in race(copies, samples=15))
     read_us = _median(watch.capture([read], True))
     flops = 2 * side**3 / 1e6
     matmul_us = [_median(_matmul(watch, where, dtype, side)) for dtype in ("bf16", "fp32")]
