@@ -23,6 +23,8 @@ from nemotriton.kernels.ssm_state import StateFormat, restore_state_ref, round_s
 from nemotriton.kernels.ssm_update import ssm_step_ref, time_step_ref
 from nemotriton.model.config import MambaConfig, ModelConfig
 from tests.fake_model import poison_rings
+from tests.replay_world import MAMBA as WORLD
+from tests.replay_world import ReplayWorld
 
 MAMBA = MambaConfig(
     heads=2, head_dim=3, state=8, groups=1, conv_width=2, chunk=4, conv_bias=True, proj_bias=False,
@@ -165,6 +167,17 @@ def test_ten_thousand_random_steps_have_the_bits_of_the_recurrence(name: str, st
     for _ in range(steps):
         world.step()
     assert world.crossed > steps / 4, "passes that go beyond a border"
+
+
+@pytest.mark.parametrize("name", ["float16", "float16-sr", "int16"])
+def test_random_steps_have_the_bits_of_tokens_fed_one_by_one(name: str) -> None:
+    """The world of the GPU's tests, in formats that are not above: there `verdict` sees ten
+    thousand steps."""
+    sizes = replace(WORLD, heads=2, head_dim=3, state=8, groups=1)
+    world = ReplayWorld(name, torch.device("cpu"), sizes, ssm_replay.ref, seed=4)
+    for _ in range(20):
+        world.step()
+    world.verdict()
 
 
 def test_the_whole_engine_gives_the_tokens_of_lanes() -> None:
