@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from nemotriton.autotune import parity
+from nemotriton.engine.batch import Span
 from nemotriton.engine.llm import LLM
-from nemotriton.kernels import ssm_update
+from nemotriton.engine.replay import ReplayStates
+from nemotriton.kernels import ssm_replay, ssm_update
 from nemotriton.kernels.op import Args, Case
 from nemotriton.kernels.ssm_state import (
     STATE_FORMATS,
@@ -15,6 +17,7 @@ from nemotriton.kernels.ssm_state import (
     state_noise_ref,
 )
 from tests.interpreter.test_ssm_state import _store_and_load, numbers
+from tests.replay_world import MAMBA
 from tests.test_llm import ids_of, prompt_of
 from tests.test_state_formats import greedy
 
@@ -67,6 +70,63 @@ def test_graph_replays_draw_the_noise_of_their_positions(cuda: torch.device) -> 
         step(eager)
     assert torch.equal(graphed["noise"].lengths, eager["noise"].lengths)
     assert torch.equal(graphed["state"].nan_to_num(), eager["state"].nan_to_num())
+
+
+class Rings:
+    """Three sequences, one of them a pad, that are replayed a token at a time."""
+
+    def __init__(self, where: torch.device) -> None:
+        g, m = torch.Generator(device=where).manual_seed(4), MAMBA
+        self.states = ReplayStates(m, 1, 3, torch.bfloat16, where, STATE_FORMATS["float16-sr"])
+        self.states.ssm.normal_(generator=g)
+        for ring in self.states.rings:
+            ring.fill_(torch.nan)
+        self.states.start([0, 1, 2], [5, -(2**61) - 1, 2**62 + 3])
+        shapes = (m.heads, m.head_dim), (m.heads,), *2 * ((m.groups, m.state),)
+        x, dt, B, C = (
+            torch.randn(3, *shape, generator=g, device=where).bfloat16() for shape in shapes
+        )
+        A = -1 - 15 * torch.rand(m.heads, generator=g, device=where)
+        D, bias = torch.ones_like(A), torch.full_like(A, -4)
+        self.given = (x, dt, A, B, C, D, bias)
+        self.cu, self.slots, self.lengths = (
+            torch.tensor(v, dtype=torch.int32, device=where)
+            for v in ([0, 1, 2, 3], [2, -1, 0], [100, 1, 2**18])
+        )
+
+    def step(self, moving: int = 1) -> torch.Tensor:
+        """y [3, H, P]; what a decode step does with cursors, seeds and positions."""
+        span = Span(0, 3, self.cu, self.slots, self.lengths, self.slots, 1, 1)
+        states = self.states
+        y = ssm_replay.triton(
+            *self.given, states.ssm[0], *(ring[0] for ring in states.rings), self.cu,
+            states.cells(span), *states.cursors(span), 1, noise=states.noise(span, 0),
+        )  # fmt: skip
+        states.advance(self.slots)
+        self.lengths.add_(moving)
+        return y
+
+
+def test_graph_replays_of_replayed_states_draw_the_noise_of_their_positions(
+    cuda: torch.device,
+) -> None:
+    """Over three borders, one of which comes with every sixteenth launch of the same graph."""
+    graphed, eager, still = (Rings(cuda) for _ in range(3))
+    Rings(cuda).step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = graphed.step()
+    for _ in range(50):
+        graph.replay()
+        want = eager.step()
+        still.step(moving=0)
+        assert torch.equal(y, want)
+    assert torch.equal(graphed.lengths, eager.lengths)
+    assert torch.equal(graphed.states.counts, eager.states.counts)
+    for slot in (0, 2):
+        assert torch.equal(graphed.states.ssm[0, slot], eager.states.ssm[0, slot])
+        assert not torch.equal(graphed.states.ssm[0, slot], still.states.ssm[0, slot])
 
 
 @pytest.mark.parametrize("name", STATE_FORMATS)
