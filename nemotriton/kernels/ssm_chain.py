@@ -237,7 +237,7 @@ def _answer_window(
             _keep_steps(ring, at, step, row, new, tokens[2], B_t, one_tile, one_head, N, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_per_group", "layer"])
 def _replay_chain(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, y_ptr, state_ptr, scales_ptr,
     x_ring, dt_ring, B_ring, seeds_ptr, lengths_idx, cu_idx, slots_idx, counts_idx, order_idx,

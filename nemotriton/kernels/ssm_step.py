@@ -88,7 +88,7 @@ def _noise_key(seeds_ptr, lengths_idx, s, count):
     return seed, position
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["heads_per_group", "layer"])
 def _ssm_update(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
     seeds_ptr, lengths_idx, cu_idx, slots_idx,
@@ -145,7 +145,7 @@ def _ssm_update(
             store_state(stored, scale, at, scales_ptr, at_scale, there, there_p)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["heads_per_group", "layer"])
 def _update_chain(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
     seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx,
@@ -218,7 +218,7 @@ def _path(parents_idx, t):
     return bits
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["heads_per_group", "layer"])
 def _update_tree(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, z_ptr, y_ptr, state_ptr, scales_ptr,
     seeds_ptr, lengths_idx, lanes_ptr, lane_scales_ptr, cu_idx, slots_idx, lane_slots_idx, up_idx,

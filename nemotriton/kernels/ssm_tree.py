@@ -73,7 +73,7 @@ def _path_entries(entry, kept, end, on, path, here, a):
     return _on_path(path, here, a, entry), entry < kept, (entry >= kept) & (entry <= end) & on
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads_per_group", "layer"])
 def _replay_tree(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, bias_ptr, y_ptr, state_ptr, scales_ptr,
     x_ring, dt_ring, B_ring, seeds_ptr, lengths_idx, cu_idx, slots_idx, counts_idx, order_idx,
