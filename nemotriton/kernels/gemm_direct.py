@@ -25,10 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.gemm_stream import finish
 from nemotriton.kernels.hopper_pack import WEIGHT_UNIT, WORDS, _decode_asm, _decode_tl
-from nemotriton.kernels.op import Tile, cdiv, launch, target
+from nemotriton.kernels.op import Tile, cdiv, launch
 
 COLUMNS = 64  # that a warp's lanes share, a vector of 16 each
 
@@ -345,7 +346,7 @@ def _grid(T: int, N: int, tile: Tile) -> tuple[int]:
 
 
 def _constants(x: torch.Tensor, squared: bool, tile: Tile) -> dict[str, int | bool]:
-    asm = bool(tile["ASM"]) and target(x.device) >= 90
+    asm = decodes_by_assembly(x, bool(tile["ASM"]))
     more = {"RELU2": squared, "SLICES": int(tile["num_warps"]), **as_dependent(x)}
     return {**tile, **more, "ASM": asm}
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fixed_order import DECODE, LINEAR_ROWS, ByRow, FixedOrder
 from nemotriton.kernels.fp4 import random_nvfp4
@@ -50,7 +51,6 @@ from nemotriton.kernels.op import (
     next_pow2,
     on_hopper,
     op,
-    target,
 )
 from nemotriton.kernels.quantize import check_scale, quantised_sizes
 from nemotriton.kernels.widen import widen_packed
@@ -242,7 +242,7 @@ def _run_stream(
     args = (x, words, scale, bias, residual, y, x.stride(0), r_stride, T, N, K)
     constants = {"EVEN_K": even, "K_TILES": k_tiles, "SLICES": slices}
     blocks = tile.without("STREAM", "ASM")
-    asm = bool(tile["ASM"]) and target(x.device) >= 90
+    asm = decodes_by_assembly(x, bool(tile["ASM"]))
     constants |= {"RELU2": squared, "ASM": asm, **as_dependent(x)}
     launch(_stream_packed, grid, *args, **constants, **blocks)
 
@@ -263,7 +263,7 @@ def _run_tiles(
     ordered, late = order_columns(x, width), as_dependent(x)
     steps = width // int(tile["BLOCK_K"])
     splits = next(s for s in range(int(tile["SPLITS"]), 0, -1) if k_tiles % s == 0)
-    asm = bool(tile["ASM"]) and target(x.device) >= 90
+    asm = decodes_by_assembly(x, bool(tile["ASM"]))
     blocks = tile.but(SPLITS=splits, STAGES=tile["num_stages"], ASM=asm)
     constants = {"K_TILES": k_tiles, "STEPS": steps // splits}
     r_stride = 0 if residual is None else residual.stride(0)

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from nemotriton.errors import require
 from nemotriton.kernels import fixed_order
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fp4 import (
     GROUP,
@@ -75,7 +76,6 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     op,
-    target,
 )
 from nemotriton.kernels.quantize import check_scale, quantised_sizes, quantize_fp8, round_rows
 from nemotriton.kernels.widen import widen_fp8
@@ -358,7 +358,7 @@ def _run_generic(
     (T, K), (values, scales, *_), block_k = x.shape, weight, int(tile["BLOCK_K"])
     splits = min(int(tile["SPLITS"]), cdiv(K, block_k))
     steps = cdiv(K, block_k * splits)
-    more = {"EVEN_K": block_k * splits * steps == K, "ASM": target(x.device) >= 90}
+    more = {"EVEN_K": block_k * splits * steps == K, "ASM": decodes_by_assembly(x)}
     tile = tile.but(SPLITS=splits, **more, **as_dependent(x))
     grid = (cdiv(T, int(tile["BLOCK_T"])) * cdiv(N, int(tile["BLOCK_N"])) * splits,)
     s_stride = 0 if scales is None else scales.stride(0)

@@ -24,10 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent, prefetch
 from nemotriton.kernels.fp4 import e4m3_decode
 from nemotriton.kernels.numerics import relu2
-from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2, target
+from nemotriton.kernels.op import Tile, cdiv, launch, next_pow2
 from nemotriton.kernels.shared_memory import most_shared
 
 
@@ -191,7 +192,7 @@ def stream(
     r_stride = 0 if residual is None else residual.stride(0)
     shape = (x.stride(0), weight.stride(0), r_stride, T, N, K)
     constants = {"EVEN_K": K % block == 0, "STEPS": cdiv(K, block), "SLICES": slices}
-    asm = target(x.device) >= 90
+    asm = decodes_by_assembly(x)
     args = (x, weight, *scales, bias, residual, y, *shape)
     blocks = dict(tile.without("STREAM"))
     if int(tile["AHEAD"]) * block > K or block * weight.element_size() % LINE.value:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.gemm import sum_splits
 from nemotriton.kernels.gemm_direct import aligned, e4m3_words
@@ -117,7 +118,7 @@ def wide(
     ordered = order_columns(x, K)
     constants = {**tile.without("WIDE"), **as_dependent(x)}
     constants |= {"STEPS": K // (int(tile["BLOCK_K"]) * splits), "STAGES": tile["num_stages"]}
-    constants["ASM"] = target(x.device) >= 90
+    constants["ASM"] = decodes_by_assembly(x)
     grid = (cdiv(N, int(tile["BLOCK_N"])) * cdiv(T, int(tile["BLOCK_T"])) * splits,)
     shape = (K, words.stride(0), 0 if residual is None else residual.stride(0), T, N)
     if splits == 1:

@@ -18,12 +18,12 @@ both products:
     SPLIT     so many programs share the columns of a down tile, where the grid is short
     *_WARPS   1 or 2 multiply with mma.sync, 4 or 8 with wgmma; both products alike
     PDL       dependent launches
-    ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper), to the
-              same bits; elsewhere by the tile's other sizes
+    ASYNC     blocks of 16 to 128 pairs by `moe_packed_async` (bf16, whole tiles, Hopper, ASM), to
+              the same bits; elsewhere by the tile's other sizes
     ONE       both products and the sum in one launch (`moe_packed_one`), of blocks of one height
               and by mma.sync. Rows are summed one after the other, so that three launches give the
               same bits
-    ASM       weights are decoded by inline assembly, else by Triton's operations
+    ASM       weights are decoded by inline assembly, else by Triton's operations (`assembly`)
 
 x [T, L]; up words int32 [E, F/128, L/128, 2304] (rounded up), down words [E, L/128, F/128, 2304];
 globals fp32 [E].
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from nemotriton.errors import require
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
@@ -68,7 +69,6 @@ from nemotriton.kernels.moe_packed_tiles import (
 )
 from nemotriton.kernels.moe_route import OwnRouting, Routing, pair_rows, sort_pairs_ref
 from nemotriton.kernels.op import (
-    INTERPRET,
     Args,
     Case,
     KernelSpec,
@@ -221,8 +221,9 @@ class _Plan:
         height = given is not None and given.shape[1]
         self.given = self.mma and tile["UP_M"] == tile["DOWN_M"] == height
         self.blocks = 2 if self.given else self.blocks
+        self.asm = decodes_by_assembly(x, bool(tile["ASM"]))
         whole = F % TILE == 0 and L % TILE == 0 and x.dtype == torch.bfloat16
-        self.ahead = bool(tile["ASYNC"]) and whole and target(x.device) // 10 == 9
+        self.ahead = bool(tile["ASYNC"]) and whole and self.asm and target(x.device) // 10 == 9
         self.atomic = adds_atomically() and not self.ahead
         self.pdl = bool(tile["PDL"]) and dependent(x)
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
@@ -240,9 +241,8 @@ class _Plan:
         """Constexprs and options of the up ("UP") or down ("DOWN") product."""
         tile = self.tile
         sizes = {f"BLOCK_{axis}": tile[f"{name}_{axis}"] for axis in "MNK"}
-        asm = tile["ASM"] and not INTERPRET
         options = {"STAGES": tile[f"{name}_STAGES"], "num_warps": tile[f"{name}_WARPS"]}
-        how = {"BLOCKS": self.blocks, "ASM": asm, "MMA": self.mma, "PDL": self.pdl}
+        how = {"BLOCKS": self.blocks, "ASM": self.asm, "MMA": self.mma, "PDL": self.pdl}
         return {**sizes, **options, **how}
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nemotriton.errors import require
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.dependent import as_dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import random_fp8
@@ -41,7 +42,6 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
-    target,
 )
 from nemotriton.kernels.quantize import check_scale
 
@@ -261,7 +261,7 @@ def _lines(tile: Tile, row_bytes: int) -> int:
 
 def _constants(tile: Tile, x: torch.Tensor) -> dict[str, Any]:
     """Constants and launch options of both kernels that the tile gives."""
-    how = {"ASM": target(x.device) >= 90, "SLICES": tile["num_warps"]}
+    how = {"ASM": decodes_by_assembly(x), "SLICES": tile["num_warps"]}
     return {**tile.without("AHEAD", "EVEN"), **how, **as_dependent(x)}
 
 

@@ -39,7 +39,7 @@ from nemotriton.kernels.hopper_pack import (
 from nemotriton.kernels.moe_packed import _find_rows
 from nemotriton.kernels.moe_route import OwnRouting, Routing
 from nemotriton.kernels.numerics import relu2
-from nemotriton.kernels.op import INTERPRET, cdiv, launch, next_pow2
+from nemotriton.kernels.op import cdiv, launch, next_pow2
 
 if TYPE_CHECKING:
     from nemotriton.kernels.moe_experts_packed import _Plan, _Table
@@ -257,6 +257,6 @@ def multiply_at_once(
         BLOCKS=plan.blocks, NATURAL=natural, SPLIT=plan.split, BLOCK_M=tile["UP_M"],
         BLOCK_D=next_pow2(down_tiles), UP_STEPS=cdiv(x_width, int(tile["UP_K"])),
         UP_EVEN=x_width % tile["UP_K"] == 0, DOWN_STEPS=plan.down_steps // plan.split,
-        DOWN_EVEN=plan.h_width % tile["DOWN_K"] == 0, ASM=tile["ASM"] and not INTERPRET,
+        DOWN_EVEN=plan.h_width % tile["DOWN_K"] == 0, ASM=plan.asm,
         PDL=plan.pdl, launch_pdl=plan.pdl, num_warps=tile["UP_WARPS"],
     )  # fmt: skip

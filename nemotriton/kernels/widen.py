@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.fp4 import nvfp4_values_ref, random_fp8, random_nvfp4
 from nemotriton.kernels.gemm_stream import e4m3_to
@@ -37,7 +38,6 @@ from nemotriton.kernels.op import (
     cdiv,
     launch,
     op,
-    target,
 )
 from nemotriton.kernels.quantize import quantised_sizes
 
@@ -114,7 +114,7 @@ def widen_fp8(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     y = torch.empty((N, K), dtype=dtype, device=weight.device)
     tile = WIDEN_FP8.tile(N, y, K=K)
     block_n, block_k = int(tile["BLOCK_N"]), int(tile["BLOCK_K"])
-    constants = {"ASM": target(weight.device) >= 90, "EVEN_K": K % block_k == 0}
+    constants = {"ASM": decodes_by_assembly(weight), "EVEN_K": K % block_k == 0}
     grid = (cdiv(N, block_n) * cdiv(K, block_k),)
     args = (weight.view(torch.uint8), y, weight.stride(0), N, K)
     launch(_widen_fp8, grid, *args, **constants, **tile)
@@ -134,7 +134,7 @@ def widen_packed(words: torch.Tensor, rows: int, cols: int, dtype: torch.dtype) 
     tile = WIDEN_PACKED.tile(rows, y, K=cols)
     k_tiles = words.shape[1]
     grid = (cdiv(rows, int(tile["BLOCK_N"])) * k_tiles,)
-    constants = {"K_TILES": k_tiles, "ASM": target(words.device) >= 90}
+    constants = {"K_TILES": k_tiles, "ASM": decodes_by_assembly(words)}
     launch(_widen_packed, grid, words, y, rows, cols, **constants, **tile)
     return y
 

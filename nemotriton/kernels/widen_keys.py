@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from nemotriton.errors import require
+from nemotriton.kernels.assembly import decodes_by_assembly
 from nemotriton.kernels.fixed_order import UNORDERED
 from nemotriton.kernels.kv_cache import check_caches
 from nemotriton.kernels.op import (
@@ -25,7 +26,6 @@ from nemotriton.kernels.op import (
     launch,
     next_pow2,
     op,
-    target,
 )
 from nemotriton.kernels.paged import attention_case, attention_inputs
 from nemotriton.kernels.widen import e4m3_exactly
@@ -108,7 +108,7 @@ def widen_keys(
     tile = WIDEN_KEYS.tile(S * max_length, k, Hkv=heads, Dh=width, page=page)
     block_d = max(16, next_pow2(width))
     block_r = min(next_pow2(page * heads), max(1, int(tile["BLOCK"]) // block_d))
-    constants = {"PAGE": page, "HEADS": heads, "D": width, "ASM": target(k_cache.device) >= 90}
+    constants = {"PAGE": page, "HEADS": heads, "D": width, "ASM": decodes_by_assembly(k_cache)}
     constants |= {"BLOCK_R": block_r, "BLOCK_D": block_d}
     blocks = tile.without("BLOCK")
     codes = (k_cache.view(torch.uint8), v_cache.view(torch.uint8))
