@@ -110,6 +110,26 @@ def test_a_spilling_default_and_too_much_shared_memory_are_faults() -> None:
         assert word in text
 
 
+@pytest.mark.parametrize("op", ["scaled_matmul", "run_experts_scaled"])
+def test_another_instruction_than_the_native_one_is_a_fault(op: str) -> None:
+    """Codes that are widened to 8 bits and multiplied as those give the right numbers, slowly."""
+    native = SPECS[op].native
+    assert native
+    job = offline.jobs([op], [ModelConfig.preset("super-120b")], [100])[0]
+    names = {k: f"tcgen05.mma.cta_group::1.kind::{k}.block_scale" for k in ("mxf4nvf4", "mxf8f6f4")}
+    for kernel in native:
+        for found, fault in (
+            ({names["mxf4nvf4"]: 8}, False),
+            ({names["mxf4nvf4"]: 8, "cp.async.bulk.tensor.2d": 4}, False),
+            ({names["mxf8f6f4"]: 8}, True),
+            ({"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": 8}, True),
+            ({}, True),
+        ):
+            wrong = offline.faults(job, sass.Resources(64, 0, 0, 1024, 0, found, 0), kernel)
+            assert bool(wrong) is fault, found
+            assert not fault or wrong[0].startswith("no kind::mxf4nvf4")
+
+
 def test_a_tile_that_cannot_compile_is_a_row_not_a_crash() -> None:
     job = offline.jobs(["rms_norm"], [ModelConfig.preset("tiny")], [90])[0]
     broken = offline.Job(

@@ -1,7 +1,9 @@
-"""Packed experts compiled for Hopper: the decode loop stays within what its issue slots allow.
+"""Quantised products compiled for Hopper: their loops stay within what its issue slots allow.
 
 At 4.3 TB/s an H200 gets 7.6e12 NVFP4 weights a second and can issue 3.9 instructions for each.
 """
+
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +13,33 @@ from nemotriton.autotune.parity import generator
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_few import SHARE_EXPERT
 from nemotriton.kernels.moe_packed_tiles import packed_default
-from nemotriton.kernels.op import Case, Tile, compile_only, use_tile
+from nemotriton.kernels.op import SPECS, Case, Compiled, Tile, compile_only, targeting, use_tile
 from nemotriton.model.config import ModelConfig
 
 CASE = RUN_EXPERTS_PACKED.cases(ModelConfig.preset("super-120b"))[0]
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 MMA, WGMMA = packed_default(CASE, 128), packed_default(CASE, 256)
+
+
+def compiled(tile: Tile, tokens: int) -> list[Compiled]:
+    """Kernels of a call at Super's widths."""
+    few = Case(**{**CASE, "E": 8, "K": 2})  # the products' code does not depend on how many
+    args = RUN_EXPERTS_PACKED.make(few, tokens, META, torch.bfloat16, generator(0, CPU))
+    with use_tile("run_experts_packed", tile), compile_only(90) as done:
+        RUN_EXPERTS_PACKED.op.triton(**args)
+    return done
+
+
+def products(kernel: Any) -> list[list[str]]:
+    """Loops with tensor-core instructions; what they decode never passes through shared memory."""
+    found = [b for b in sass.loops(sass.disassembly(kernel)) if any("MMA" in i for i in b)]
+    assert not any(i.split()[0].startswith("STS") or " STS" in i for body in found for i in body)
+    return found
+
+
+def by_mma(body: list[str]) -> float:
+    """Instructions a weight where an mma.sync of 16 x 16 weights has eight tokens."""
+    return len(body) * 32 / (256 * sum("HMMA.16816" in i for i in body))
 
 
 def test_the_tiles_are_those_that_are_meant() -> None:
@@ -31,20 +54,48 @@ def test_the_tiles_are_those_that_are_meant() -> None:
 )
 def test_instructions_a_weight(tile: Tile, limit: float) -> None:
     """And nothing decoded passes through shared memory, nothing spills, no wgmma is at risk."""
-    where = torch.device("meta")
-    few = Case(**{**CASE, "E": 8, "K": 2})  # the products' code does not depend on how many
-    args = RUN_EXPERTS_PACKED.make(few, 128, where, torch.bfloat16, generator(0, CPU))
-    with use_tile("run_experts_packed", tile), compile_only(90) as done:
-        RUN_EXPERTS_PACKED.op.triton(**args)
+    done = compiled(tile, 128)
     for name, side in (("_packed_up", "UP"), ("_packed_down", "DOWN")):
         (kernel,) = (c.kernel for c in done if c.name == name)
         found = sass.resources(kernel)
         assert (found.hazards, found.spills) == (0, 0)
-        (body,) = (b for b in sass.loops(sass.disassembly(kernel)) if any("MMA" in i for i in b))
-        assert not any(i.split()[0].startswith("STS") or " STS" in i for i in body)
+        (body,) = products(kernel)
         weights = int(tile[f"{side}_N"]) * int(tile[f"{side}_K"])
         threads = 32 * int(tile[f"{side}_WARPS"])
         assert len(body) * threads / weights <= limit
+
+
+@pytest.mark.parametrize("tokens,limit", [(1, 2.8), (8, 2.6)])
+def test_instructions_a_weight_of_the_one_launch(tokens: int, limit: float) -> None:
+    (kernel,) = (c.kernel for c in compiled(packed_default(CASE, tokens), tokens))
+    assert sass.resources(kernel).spills == 0
+    up, down = products(kernel)
+    assert max(by_mma(up), by_mma(down)) <= limit
+
+
+def test_instructions_a_weight_of_the_step_ahead() -> None:
+    """A turn of its loop is two steps of 64 columns, 128 rows of weights, by four warps."""
+    done = {c.name: c.kernel for c in compiled(packed_default(CASE, 8192), 128)}
+    for name in ("_async_up", "_async_down"):
+        found = sass.resources(done[name])
+        assert (found.hazards, found.spills) == (0, 0)
+        (body,) = products(done[name])
+        assert len(body) * 128 / (128 * 2 * 64) <= 3.5
+
+
+@pytest.mark.parametrize("name,limit", [("fp8_matmul", 2.8), ("packed_matmul", 2.5)])
+def test_instructions_a_weight_of_a_linear(name: str, limit: float) -> None:
+    """One token times the in-projection. An FP8 weight is 1.8 times the bytes: 6.9 would do."""
+    spec = SPECS[name]
+    case = next(c for c in spec.cases(ModelConfig.preset("super-120b")) if not c.get("Q"))
+    args = spec.make(case, 1, META, torch.bfloat16, generator(0, CPU))
+    with targeting(90):
+        tile = spec.default(case, 1)
+    with use_tile(name, tile), compile_only(90) as done:
+        spec.op.triton(**args)
+    (kernel,) = (c.kernel for c in done)
+    (body,) = products(kernel)
+    assert by_mma(body) <= limit
 
 
 def test_blocks_of_pairs_cost_the_stream_beside_the_router_no_room() -> None:
@@ -52,7 +103,7 @@ def test_blocks_of_pairs_cost_the_stream_beside_the_router_no_room() -> None:
     case = SHARE_EXPERT.cases(ModelConfig.preset("super-120b"))[0]
     found = []
     for T in (1, 8):
-        args = SHARE_EXPERT.make(case, T, torch.device("meta"), torch.bfloat16, generator(0, CPU))
+        args = SHARE_EXPERT.make(case, T, META, torch.bfloat16, generator(0, CPU))
         with compile_only(90) as done:
             SHARE_EXPERT.op.triton(**args)
         found.append((sass.resources(done[0].kernel), done[0].kernel.metadata.shared))
