@@ -1,5 +1,8 @@
 """The figures to reach: their inputs, their arithmetic and their table."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from nemotriton.autotune.ceilings import Ceilings
 from nemotriton.autotune.timing import Timing
 from nemotriton.autotune.trial import Facts, Point
 from nemotriton.device import DeviceInfo
+from nemotriton.kernels.moe_combine import combining
 from nemotriton.kernels.op import SPECS, Case, Cost
 
 CPU = torch.device("cpu")
@@ -80,6 +84,34 @@ def test_a_goal_may_count_its_own_bytes() -> None:
     row = goals.numbers(goal, point, [Timing(4.0, 4.0, 4.0, 15)], facts())
     assert row["gbps"] == 2000.0
     assert row["roofline_pct"] == 50.0
+
+
+@pytest.mark.parametrize("way", ["ordered", "atomic"])
+def test_rows_added_atomically_have_a_label_of_their_own(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need not be the same bits twice, and never take the place of the ordered ones."""
+    runs = itertools.count()
+    watch = SimpleNamespace(where=CPU, capture=lambda calls, repeat: calls)
+    runner = SimpleNamespace(facts=facts)
+    gate = SimpleNamespace(verdict=lambda tile: SimpleNamespace(ok=True))
+    for name, value in (
+        ("CudaStopwatch", lambda where: watch),
+        ("TileRunner", lambda where, watch: runner),
+        ("Gate", lambda *args: gate),
+        ("input_sets", lambda *args: ([{}], True)),
+        ("race", lambda work: [Timing(10.0, 10.0, 10.0, 15)]),
+    ):
+        monkeypatch.setattr(goals, name, value)
+    monkeypatch.setattr(goals.parity, "run", lambda *args: {"y": torch.tensor([next(runs)])})
+    wanted = [g for g in all_goals() if g.area in ("experts", "norm")]
+    with combining(way):
+        found = list(goals.measure(wanted, CPU))
+    for goal, row in zip(wanted, found, strict=True):
+        added = way == "atomic" and goal.op == "run_experts_packed"
+        assert row["label"] == goal.label + ", atomic" * added
+        assert row["status"] == ("ok" if added else "red")
+        assert row["note"] == (goals.ATOMIC if added else "y differs between two runs")
 
 
 def test_the_table_says_what_was_met_and_what_was_not() -> None:
