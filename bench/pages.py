@@ -34,7 +34,9 @@ def written(text: str, found: Sequence[Row]) -> str:
 
 
 def chosen(marker: str, found: Sequence[Row]) -> Iterable[Row]:
-    """The rows that a marker names, in its order."""
+    """The rows of ours that a marker names, in its order; of a figure measured twice, the last.
+
+    A figure is an op's, by its label where it has one: a case may have got another axis since."""
     for part in marker.split(";"):
         name, *axes = part.split()
         wanted = dict(axis.split("=", 1) for axis in axes)
@@ -42,11 +44,17 @@ def chosen(marker: str, found: Sequence[Row]) -> Iterable[Row]:
             r
             for r in found
             if r["kernel"] == name
+            and r["provider"] == "nemotriton"
             and r["us"] is not None
             and all(str(r["case"].get(k)) == v for k, v in wanted.items())
         ]
         require(bool(mine), f"no measured row of {part.strip()}", BenchError)
-        yield from mine
+        yield from {figure(r): r for r in mine}.values()
+
+
+def figure(row: Row) -> tuple[str, int]:
+    """What a row of an op is the figure of."""
+    return row.get("label") or rows.case_text(row["case"]), row["tokens"]
 
 
 def table(found: Sequence[Row]) -> str:

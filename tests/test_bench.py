@@ -219,6 +219,10 @@ def test_a_page_has_the_rows_that_its_marker_names(spec: KernelSpec, tmp_path: P
     assert "One Fake GPU, " in text
     assert text.endswith("`python -m bench.kernels`.\n<!-- end of rows -->\nafter\n")
     assert text.count("| twice |") == 2
+    again = row(9.0, label="one", case={"dtype": "bf16", "D": 64, "O": 1})
+    other, theirs = row(8.0, label="one, atomic"), row(1.0, label="one", provider="torch")
+    shown = list(pages.chosen("twice", [*found, again, other, theirs]))
+    assert [r["us"] for r in shown] == [9.0, 2000.0, 8.0], "a figure's last row, at its place"
     for marker in ("thrice", "twice D=65"):
         with pytest.raises(BenchError, match=f"no measured row of {marker}"):
             list(pages.chosen(marker, found))
