@@ -7,11 +7,13 @@ pairs. Rows are times at 1 to 256 tokens and three skews of the router: expert i
 proportion to (i + 1)^-skew, without replacement. Cold weights, CUDA graphs, behind a parity gate.
 
 Without a GPU, or with --overlap MODEL, it tells how many experts neighbouring rows share: drawn
-with those skews and, of a model, in the layers that a text really takes.
+with those skews and, of a model, in the layers that a text really takes, as it stands and with its
+rows shuffled. The text (overlap_text.txt) is Python written for this, so nobody has learnt it.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +26,7 @@ from bench.report import BenchError, plotting
 from bench.rows import Row
 from nemotriton import LLM, SamplingParams
 from nemotriton.autotune.parity import generator
+from nemotriton.autotune.provenance import commit, today, version
 from nemotriton.autotune.timing import CudaStopwatch, race
 from nemotriton.autotune.trial import Facts, Gate, Point, TileRunner
 from nemotriton.errors import require
@@ -39,10 +42,7 @@ SKEWS = (0.0, 0.5, 1.0)
 SCHEDULES = ("token", "expert", "sorted")
 GATED = 8  # tokens of the parity gate
 WEIGHT_BYTES = 400e6  # the routings of a round reach so many: several times an L2
-TEXT = (
-    "The state of a sequence is what the model has kept of everything before: a few numbers a "
-    "head, moved on by every token, and for attention the keys and values of all of them."
-)
+TEXT = (Path(__file__).parent / "overlap_text.txt").read_text()
 
 
 def draw(T: int, E: int, skew: float, where: torch.device, rng: torch.Generator) -> torch.Tensor:
@@ -177,15 +177,32 @@ def drawn_overlap(E: int, K: int) -> Iterator[tuple[str, float]]:
         yield f"drawn, skew {skew}", shared_experts(logits.topk(K).indices)
 
 
-def model_overlap(name: str) -> tuple[int, int, float]:
-    """(E, K, share) of a model's MoE layers over TEXT."""
-    seen: list[torch.Tensor] = []
-    with LLM(name, max_requests=1, max_context=512, graphs=None) as llm:
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Of `rows` rows in `layers` MoE layers, each of K of E experts: the mean share of its experts
+    that a row has in common with the row before it, and with any other row of the text."""
+
+    E: int
+    K: int
+    layers: int
+    rows: int
+    neighbours: float
+    shuffled: float
+
+
+def model_overlap(name: str) -> Overlap:
+    """Of a model's MoE layers over TEXT."""
+    seen: dict[str, list[torch.Tensor]] = {}
+
+    def keep(layer: str) -> Callable[..., None]:
+        return lambda _, given: seen.setdefault(layer, []).append(given[1].ids.cpu())
+
+    with LLM(name, max_requests=1, max_context=1024, graphs=None) as llm:
         model: Any = llm.runner.model
         hooks = [
-            m.register_forward_pre_hook(lambda _, given: seen.append(given[1].ids.cpu()))
-            for m in model.modules()
-            if isinstance(m, Experts)
+            module.register_forward_pre_hook(keep(layer))
+            for layer, module in model.named_modules()
+            if isinstance(module, Experts)
         ]
         require(bool(hooks), f"{name} has no experts", BenchError)
         seen.clear()
@@ -194,8 +211,23 @@ def model_overlap(name: str) -> tuple[int, int, float]:
             hook.remove()
         moe = llm.config.moe
     assert moe is not None
-    shares = [shared_experts(ids) for ids in seen if len(ids) > 1]
-    return moe.experts, moe.top_k, sum(shares) / len(shares)
+    prompts = [torch.cat(pieces) for pieces in seen.values()]
+    rng = generator(0, torch.device("cpu"))
+    mixed = [ids[torch.randperm(len(ids), generator=rng)] for ids in prompts for _ in range(8)]
+    shares = [sum(map(shared_experts, ids)) / len(ids) for ids in (prompts, mixed)]
+    return Overlap(moe.experts, moe.top_k, len(prompts), len(prompts[0]), *shares)
+
+
+def overlap_row(name: str, found: Overlap) -> Row:
+    """A row without times; a CPU's twins route as kernels do."""
+    case = Case(E=found.E, K=found.K)
+    row = rows.empty("overlap", Point("route_experts", case, found.rows, "fp32"), name, "torch", "")
+    head, dirty = commit()
+    where = {"gpu": "CPU", "commit": head, "dirty": dirty, "date": today()}
+    where |= {"torch": version("torch"), "triton": version("triton")}
+    shares = {k: rows.digits(v) for k, v in asdict(found).items() if k not in ("E", "K", "rows")}
+    told = {"label": "experts that neighbours share", "chance": rows.digits(found.K / found.E)}
+    return row | where | shares | told | {"command": f"python -m bench.schedules --overlap {name}"}
 
 
 def tell_overlap(E: int, K: int, told: Sequence[tuple[str, float]]) -> None:
@@ -213,8 +245,11 @@ def main(
 ) -> None:
     """Times, and experts that neighbours share."""
     if overlap is not None:
-        E, K, share = model_overlap(overlap)
-        tell_overlap(E, K, [*drawn_overlap(E, K), (overlap, share)])
+        found_in = model_overlap(overlap)
+        E, K = found_in.E, found_in.K
+        own = [(overlap, found_in.neighbours), ("its rows shuffled", found_in.shuffled)]
+        tell_overlap(E, K, [*drawn_overlap(E, K), *own])
+        rows.append(overlap_row(overlap, found_in), out)
         return
     case = RUN_EXPERTS_PACKED.cases(ModelConfig.preset(model))[0]
     found: list[Row] = []

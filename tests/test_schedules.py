@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import schedules
+from bench import rows, schedules
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.op import Case
 
@@ -66,7 +66,14 @@ def test_overlap_of_a_model(
     FLAVOURS["super-mixed"](tmp_path / "m")
     write_tokenizer(tmp_path / "m")
     monkeypatch.setattr(schedules, "TEXT", "abcabcabc")
-    schedules.main(overlap=str(tmp_path / "m"))
+    out = tmp_path / "rows.jsonl"
+    schedules.main(overlap=str(tmp_path / "m"), out=out)
+    (row,) = rows.load([out])
+    assert (row["suite"], row["gpu"], row["us"]) == ("overlap", "CPU", None)
+    assert row["tokens"] == 9
+    assert row["chance"] == row["case"]["K"] / row["case"]["E"]
+    assert 0 < row["shuffled"] <= 1
+    assert 0 < row["neighbours"] <= 1
     told = capsys.readouterr().out
     assert "drawn, skew 0.5" in told
     assert str(tmp_path / "m") in told
