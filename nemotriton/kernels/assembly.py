@@ -14,8 +14,13 @@ import torch
 from nemotriton.kernels.op import target
 
 
+def wants_assembly(tile: bool = True) -> bool:
+    """Whether a tile that says so may decode by inline assembly: not with NEMOTRITON_ASM=0."""
+    return tile and os.environ.get("NEMOTRITON_ASM") != "0"
+
+
 def decodes_by_assembly(where: torch.Tensor, tile: bool = True) -> bool:
-    """Whether a kernel on `where`'s device decodes by inline assembly, if its tile says so.
+    """Whether a kernel on `where`'s device does so, if its tile says so.
 
     False below compute capability 9.0, in the interpreter, and with NEMOTRITON_ASM=0."""
-    return tile and os.environ.get("NEMOTRITON_ASM") != "0" and target(where.device) >= 90
+    return wants_assembly(tile) and target(where.device) >= 90

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from nemotriton.errors import require
-from nemotriton.kernels.assembly import decodes_by_assembly
+from nemotriton.kernels.assembly import decodes_by_assembly, wants_assembly
 from nemotriton.kernels.dependent import dependent
 from nemotriton.kernels.fixed_order import FixedOrder
 from nemotriton.kernels.fp4 import nvfp4_round_ref, nvfp4_values_ref
@@ -223,7 +223,9 @@ class _Plan:
         self.blocks = 2 if self.given else self.blocks
         self.asm = decodes_by_assembly(x, bool(tile["ASM"]))
         whole = F % TILE == 0 and L % TILE == 0 and x.dtype == torch.bfloat16
-        self.ahead = bool(tile["ASYNC"]) and whole and self.asm and target(x.device) // 10 == 9
+        # it has no form without assembly
+        ahead = bool(tile["ASYNC"]) and wants_assembly(bool(tile["ASM"]))
+        self.ahead = ahead and whole and target(x.device) // 10 == 9
         self.atomic = adds_atomically() and not self.ahead
         self.pdl = bool(tile["PDL"]) and dependent(x)
         self.up_tiles = cdiv(F, int(tile["UP_N"]))
