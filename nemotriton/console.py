@@ -17,7 +17,7 @@ _CONTROL |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 class Loading:
-    """Bars while a model comes up: bytes of weights, then decode steps recorded."""
+    """Bars while a model comes up: bytes of weights, decode steps recorded, prompts to warm up."""
 
     def __init__(self, bars: Progress, tell: Callable[[str, str], None]) -> None:
         self._bars, self._tell = bars, tell
@@ -35,6 +35,10 @@ class Loading:
     def graphs(self, done: int, total: int, what: str, /) -> None:
         """Steps recorded so far, in all, and which came last."""
         self._show("graphs", done, total, f"{done} of {total}")
+
+    def prompts(self, done: int, total: int, what: str, /) -> None:
+        """Prompts run so far, in all, and which came last."""
+        self._show("prompts", done, total, f"{done} of {total}: {what}")
 
     def _show(self, name: str, done: int, total: int, text: str) -> None:
         if name not in self._tasks:

@@ -24,7 +24,7 @@ ORDER = [
     ["errors"],
     ["device"],
     ["autotune.cache"],
-    ["kernels.stub_driver", "kernels.fixed_order"],
+    ["kernels.stub_driver", "kernels.fixed_order", "kernels.compiles"],
     ["kernels.op"],
     ["kernels.numerics"],
     ["kernels.*"],
@@ -90,6 +90,7 @@ ORDER = [
             "loading",
             "assembly",
             "arguments",
+            "rehearsal",
             "llm",
             "follower",
         ]

@@ -85,7 +85,7 @@ def test_measured_buckets_stay_and_published_tiles_are_marked(tmp_path: Path) ->
     run(tmp_path, "--kernel", kernel, "--gpu", gpu)
     found = store.read(cache.path_of(gpu, kernel, tmp_path))["entries"][0]["tokens"]
     kinds = [(b["upto"], b["status"], bool(b["tile"])) for b in found]
-    assert kinds[0] == (128, "compiled", False), "fewer tokens than measured have the default"
+    assert kinds[0] == (128, "default", False), "fewer tokens than measured have the default"
     assert [status for _, status, _ in kinds[1:]] == ["measured", "published"]
     assert review.faults(cache.path_of(gpu, kernel, tmp_path)) == []
 

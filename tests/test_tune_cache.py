@@ -222,7 +222,7 @@ def test_update_merges_buckets_and_drops_another_source(
     assert "another version" in caplog.text
     (entry,) = store.read(file)["entries"]
     known = [(b["upto"], b["status"]) for b in entry["tokens"]]
-    assert known == [(1, "compiled"), (16, "measured"), (64, "measured")], "1 has the default"
+    assert known == [(1, "default"), (16, "measured"), (64, "measured")], "nobody tried 1"
 
 
 def test_merge_takes_the_faster_and_the_better_known(spec: KernelSpec, tmp_path: Path) -> None:
@@ -254,6 +254,7 @@ BAD = {
     "tile": (bucket(16, {"BLOCK": 3, "num_warps": 4}), "is not among the kernel's tiles"),
     "bucket": (bucket(17, BIG), "no bucket of this kernel"),
     "status": (bucket(16, BIG, status="guessed"), "status 'guessed'"),
+    "untried": (bucket(16, BIG, status="default"), "nobody tried a tile, but there is one"),
     "no time": (bucket(16, BIG, us=None), "us and default_us"),  # type: ignore[arg-type]
     "no gain": (bucket(16, BIG, us=9.9), "no gain of 2%"),
     "counts": (bucket(16, BIG, failed=5), "tried 4 and failed 5"),

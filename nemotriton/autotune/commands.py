@@ -211,7 +211,7 @@ def merge_command(
     b: Annotated[Path, typer.Argument(help="Another.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; may be A or B.")],
 ) -> None:
-    """Combine two folders: of each bucket the faster, measured before published or compiled.
+    """Combine two folders: of each bucket the faster, measured before any other.
 
     Exits 1 when a file had to be left out."""
     from nemotriton.autotune import review

@@ -109,7 +109,8 @@ def _points(kernel: str, data: Any) -> Iterator[tuple[Point, Data]]:
 def coverage(
     kernels: Sequence[str], configs: Sequence[ModelConfig], dtypes: Sequence[str], file_of: Any
 ) -> list[tuple[str, Case, str, dict[str, int]]]:
-    """For each kernel, case and dtype the number of token buckets by status; "default" if untuned.
+    """For each kernel, case and dtype the number of token buckets by status; "default" also where
+    there is none.
 
     `file_of(kernel)` is the path of the kernel's tuned file."""
     groups: dict[tuple[str, Case, str], list[Point]] = {}

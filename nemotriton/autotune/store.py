@@ -6,10 +6,12 @@ Beside what the runtime reads (`cache.py`), a file says what made it and what wa
     made_with  {"nemotriton", "triton", "torch", "driver", "date"}
     a bucket   {"upto", "tile", "us", "default_us", "tried", "failed", "status", "space"}
 
-`status` is "measured" (swept on this GPU), "published" (somebody's figure for it) or "compiled"
-(only known to compile well): the last two say what to sweep again. `space` is a digest of the tiles
-there were. Next to each file lies `.<kernel>.trials.jsonl`, one line a tile that was measured: a
-sweep that was stopped goes on from there, and a new tile is timed alone. It is never shipped.
+`status` is "measured" (swept on this GPU), "published" (somebody's figure for it), "compiled" (only
+known to compile well) or "default" (an empty tile and no figures: nobody has tried anything, and
+tiles measured at more tokens are not to be taken there): all but the first say what to sweep.
+`space` is a digest of the tiles there were. Next to each file lies `.<kernel>.trials.jsonl`, one
+line a tile that was measured: a sweep that was stopped goes on from there, and a new tile is timed
+alone. It is never shipped.
 """
 
 import contextlib
@@ -30,7 +32,7 @@ from nemotriton.kernels.op import Case, KernelSpec, Tile
 
 log = logging.getLogger("nemotriton.autotune")
 
-STATUSES = ("measured", "published", "compiled")
+STATUSES = ("measured", "published", "compiled", "default")
 GAIN = 0.02  # a tile is recorded only where it beats the default by more than this
 Data = dict[str, Any]
 
@@ -126,7 +128,7 @@ def filled(entry: Data, spec: KernelSpec) -> Data:
     above: Data = {}
     for upto in sorted({*spec.tokens, *found}, reverse=True):
         if upto not in found and above.get("status") == "measured":
-            found[upto] = {"upto": upto, "tile": {}, "status": "compiled"}
+            found[upto] = {"upto": upto, "tile": {}, "status": "default"}
         elif upto in found:
             above = found[upto]
     return {**entry, "tokens": [found[upto] for upto in sorted(found)]}
@@ -167,7 +169,7 @@ def merged(
 
 
 def better(a: Data, b: Data) -> bool:
-    """Is bucket `a` to be preferred: measured before published before compiled, then by time."""
+    """Is bucket `a` to be preferred: by status in the order of STATUSES, then by time."""
     ranks = [
         (
             STATUSES.index(x["status"]) if x.get("status") in STATUSES else len(STATUSES),
@@ -305,6 +307,8 @@ def _gain_faults(buckets: Sequence[Data], spec: KernelSpec) -> list[str]:
 def _figure_faults(b: Data) -> list[str]:
     if b.get("status") not in STATUSES:
         return [f"status {b.get('status')!r} is none of {', '.join(STATUSES)}"]
+    if b["status"] == "default" and b["tile"]:
+        return ["status 'default' says that nobody tried a tile, but there is one"]
     if b["status"] != "measured":
         return []
     if not all(isinstance(b.get(k), int | float) and b[k] > 0 for k in ("us", "default_us")):

@@ -261,6 +261,10 @@ class DecodeSteps:
                 raise
             self._give_up(shapes, problem)
         self.seconds = time.perf_counter() - start
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """What is compiled or looked up is counted from here on: the warm-up is over."""
         self._compiled, self._tiles = compiled_variants(), tile_lookups()
 
     def _record(self, shape: StepShape) -> None:

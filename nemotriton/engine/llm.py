@@ -36,6 +36,7 @@ from nemotriton.engine.lockstep import Lead, Stop, follow
 from nemotriton.engine.meter import rate
 from nemotriton.engine.outputs import CompletionOutput, Delta, Group, RequestOutput
 from nemotriton.engine.precision import Dtype
+from nemotriton.engine.rehearsal import rehearse
 from nemotriton.engine.runner import Runner
 from nemotriton.engine.sampling import Logprob, SamplingParams
 from nemotriton.engine.team import open_team
@@ -73,7 +74,6 @@ class LLM:
     requests that have none. impl: "ref" or "triton" for all ops, or by op. invariant: a token's
     bits depend on its sequence alone, see `kernels.fixed_order`. progress: called with (bytes done,
     all, tensor) as weights load. recording: with (shapes done, all, what) as steps are recorded.
-
     For reading: config, tokenizer, directory, notes, plan, device, dtype, default_params.
     """
 
@@ -191,8 +191,7 @@ class LLM:
         if team is not None:
             limits = replace(limits, device=team.device)
             team.agree(work.facts(weights))
-        self._weights, self.config = weights, weights.config
-        self.directory = weights.directory
+        self._weights, self.config, self.directory = weights, weights.config, weights.directory
         self.tokenizer = load_tokenizer(weights.directory, weights.config)
         self.default_params = default_params(GenerationConfig.read(weights.directory))
         device, self.invariant = find_device(limits.device), limits.invariant
@@ -416,12 +415,14 @@ class LLM:
         """function(llm, *args) on every rank, between steps; what it returns on this one.
 
         The function must be one of a module that all ranks can import."""
-        engine = self.engine
-        with self._on_device(), self._guard():
-            if engine.lead is None:
-                return function(self, *args)
-            with engine.lead.calling(function, *args):
-                return function(self, *args)
+        lead = self.engine.lead
+        told = contextlib.nullcontext() if lead is None else lead.calling(function, *args)
+        with self._on_device(), self._guard(), told:
+            return function(self, *args)
+
+    def warm_up_prompts(self, progress: Progress | None = None) -> None:
+        """Run prompts of every size, so that none compiles later; see `engine.rehearsal`."""
+        rehearse(self, progress)
 
     def check_ranks(self) -> None:
         """RankError if another rank is known to have failed or gone, also while nothing runs."""

@@ -34,6 +34,16 @@ class Pool:
             self._taken[index] = 1
         return got
 
+    @property
+    def indices(self) -> list[int]:
+        """Those that are free, the next one last."""
+        return list(self._free)
+
+    def order(self, indices: Sequence[int]) -> None:
+        """Let the same free indices go out in another order, the last one first."""
+        assert sorted(indices) == sorted(self._free), f"{self.name}: others are free"
+        self._free = list(indices)
+
     def give(self, indices: Sequence[int]) -> None:
         """Give indices back."""
         for index in indices:

@@ -26,6 +26,7 @@ from nemotriton import device
 from nemotriton.autotune import cache
 from nemotriton.errors import require
 from nemotriton.kernels import fixed_order
+from nemotriton.kernels.compiles import compiled_variants as compiled_variants
 from nemotriton.kernels.stub_driver import stub_driver
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -409,16 +410,6 @@ def target(where: torch.device) -> int:
         major, minor = device.info(where).capability
         return 10 * major + minor
     return _TARGET.get()
-
-
-def compiled_variants() -> int:
-    """How many kernels are compiled and loaded in this process, counting every specialisation."""
-    return sum(
-        len(cached[0])
-        for spec in SPECS.values()
-        for kernel in spec.kernels
-        for cached in getattr(kernel, "device_caches", {}).values()
-    )
 
 
 def tile_lookups() -> int:

@@ -3,7 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,9 @@ from nemotriton.errors import UnsupportedError
 from nemotriton.generate import options as o
 from nemotriton.generate.shared import with_model
 from nemotriton.generate.source import Machine, Source, machine_of, source_of
+
+if TYPE_CHECKING:
+    from nemotriton.engine.llm import LLM
 
 app = Program()
 _MIB = 2**20
@@ -53,6 +56,14 @@ Timeout = Annotated[
 Reuse = Annotated[
     float,
     _option("--reuse", help="GiB of host memory for the ends of earlier prompts.", default="0"),
+]
+Warm = Annotated[
+    bool,
+    typer.Option(
+        "--warm/--no-warm",
+        help="On a GPU, run prompts of every size first, so that no client waits for a compiler.",
+        rich_help_panel="Server",
+    ),
 ]
 
 
@@ -117,15 +128,18 @@ def main(
     token_limit: TokenLimit = None,
     timeout: Timeout = 600.0,
     reuse: Reuse = 0.0,
+    warm: Warm = True,
     quiet: o.Quiet = False,
     version: o.Version = False,
 ) -> None:
     """Serve a Nemotron-H model to OpenAI clients. SIGTERM or Ctrl-C drains, a second one stops."""
     place = Place(**{field: ctx.params[field] for field in Place.__dataclass_fields__})
-    serve(place, source_of(ctx.params), machine_of(ctx.params), Console(quiet))
+    serve(place, source_of(ctx.params), machine_of(ctx.params), Console(quiet), warm)
 
 
-def serve(place: Place, source: Source, machine: Machine, console: Console) -> None:
+def serve(
+    place: Place, source: Source, machine: Machine, console: Console, warm: bool = True
+) -> None:
     """Load the model and serve it until a signal comes."""
     try:
         from nemotriton.serve.app import Limits, Service
@@ -137,6 +151,8 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
     from nemotriton.generate.loading import opened
 
     with _listener(place) as listener, opened(source, machine, console) as llm:
+        if warm:
+            warm_up(llm, console)
         limits = Limits(
             queue=place.queue,
             body=place.body_limit * _MIB,
@@ -168,6 +184,16 @@ def serve(place: Place, source: Source, machine: Machine, console: Console) -> N
             service.close()
         if service.loop.broken is not None:
             raise service.loop.broken
+
+
+def warm_up(llm: "LLM", console: Console) -> None:
+    """Run prompts of every size where that compiles kernels, and tell how long it took."""
+    if llm.device.type != "cuda":
+        return
+    with console.loading() as progress:
+        llm.warm_up_prompts(progress.prompts)
+        seconds = progress.seconds
+    console.line("warm", f"prompts of every size, in {seconds:.0f} s")
 
 
 def _listener(place: Place) -> socket.socket:

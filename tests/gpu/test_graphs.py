@@ -17,6 +17,7 @@ from nemotriton.engine.graphs import CudaGraphs, Flight
 from nemotriton.engine.request import Step
 from nemotriton.engine.static_step import StepMemory
 from nemotriton.engine.step_inputs import StepShape
+from nemotriton.kernels.op import compiled_variants
 
 
 @dataclass(frozen=True)
@@ -154,22 +155,39 @@ def test_fp32_tokens_are_those_of_steps_without_padding() -> None:
     assert found[0] == found[1]
 
 
-def test_nothing_compiles_and_no_tile_is_chosen_once_all_is_recorded() -> None:
-    with made(None, drafts=2) as llm:
+WARM = [{}, {"drafts": 2}, {"preset": "nano-30b", "layers": 10}]
+
+
+@pytest.mark.parametrize("given", WARM, ids=str)
+def test_nothing_compiles_and_no_tile_is_chosen_after_the_warm_up(given: dict[str, Any]) -> None:
+    """Counted from the end of the warm-up on: of prompts alone, together and beside others."""
+    with made(None, **given) as llm:
         steps = llm.runner.steps
         assert steps is not None
         assert isinstance(steps.capture, CudaGraphs)
-        asked = [llm.engine.prepare(p, params(i)) for i, p in enumerate(PROMPTS)]
-        groups = [llm.engine.submit(a) for a in asked]
-        llm.step()  # the prompts, which are not recorded
-        before = steps.report()
+        compiled = compiled_variants()
+        llm.warm_up_prompts()
+        assert compiled_variants() > compiled, "prompts have kernels of their own"
+        for length in (1, 5, 16, 40, 64, 200, 256, 500):
+            llm.generate([[i % 400 for i in range(length)]], params(1, 3))
+        groups = []
+        for i, prompt in enumerate(PROMPTS):  # the first two together, others beside them
+            groups.append(llm.engine.submit(llm.engine.prepare(prompt, params(i))))
+            if i:
+                llm.step()
         while not all(g.finished for g in groups):
             llm.step()
-        after = steps.report()
-        for key in ("compiled_since", "tiles_looked_up_since"):
-            assert before[key] == after[key]
-        assert after["replays"] > 20  # type: ignore[operator]
-        assert after["recorded"] == len(steps.shapes)
+        found = steps.report()
+        assert (found["compiled_since"], found["tiles_looked_up_since"]) == (0, 0)
+        assert found["replays"] > 20  # type: ignore[operator]
+        assert found["recorded"] == len(steps.shapes)
+
+
+def test_prompts_that_nobody_rehearsed_are_counted() -> None:
+    """So that the test above can fail."""
+    with made(None) as llm:
+        llm.generate([list(range(300))], params(1, 2))
+        assert llm.stats()["graphs"]["tiles_looked_up_since"] > 0
 
 
 def test_memory_is_steady_and_comes_back() -> None:
