@@ -1,5 +1,6 @@
 """Tuned files: what the runtime reads, refuses and reports; how they are written and merged."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,11 +20,13 @@ from typer.testing import CliRunner
 from nemotriton import device
 from nemotriton.autotune import cache, review, store
 from nemotriton.autotune.__main__ import app
+from nemotriton.autotune.sweep import Outcome, Sweep
 from nemotriton.autotune.trial import Point
 from nemotriton.kernels.op import SPECS, Case, KernelSpec, Tile
-from tests.fake_runner import DEFAULT, FACTS, GPU, TILES, toy
+from tests.fake_runner import DEFAULT, FACTS, GPU, TILES, FakeRunner, toy
 
 CASE = {"dtype": "bf16", "D": 64}
+POINTS = [Point("twice", Case(D=64), upto, "bf16") for upto in (1, 16, 64)]
 BIG = {"BLOCK": 4, "num_warps": 4}
 
 
@@ -170,6 +173,52 @@ def test_a_killed_writer_leaves_a_whole_file(spec: KernelSpec, tmp_path: Path) -
     store.update(spec, content(spec), tmp_path)
     assert not list(tmp_path.glob("*/.*.tmp"))
     assert cache.load("twice", GPU.slug, spec.source, tmp_path).lookup(CASE, 16) == BIG
+
+
+def _sweep_to_death(folder: Path, moment: str) -> None:
+    """A sweep that is killed at its second write of that kind, in a process of its own."""
+    seen = itertools.count(1)
+    kinds: dict[str, tuple[Any, str]] = {
+        "before the rename": (os, "replace"),
+        "before the flush": (os, "fsync"),
+        "within a line": (store.Trials, "add"),
+    }
+    owner, name = kinds[moment]
+    own = getattr(owner, name)
+
+    def dying(*args: Any) -> Any:
+        if next(seen) == (2 if owner is os else 6):  # of four tiles a point
+            if owner is not os:
+                with open(args[0].file, "ab") as f:
+                    f.write(b'\n{"source": "')
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*args)
+
+    setattr(owner, name, dying)
+    list(Sweep(FakeRunner(), folder).run(POINTS))
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "before the flush", "within a line"])
+def test_a_sweep_that_is_killed_while_it_writes_goes_on_from_there(
+    moment: str, spec: KernelSpec, tmp_path: Path
+) -> None:
+    child = multiprocessing.get_context("fork").Process(
+        target=_sweep_to_death, args=(tmp_path, moment)
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    file = cache.path_of(GPU.slug, "twice", tmp_path)
+    assert review.faults(file) == []
+    assert cache.load("twice", GPU.slug, spec.source, tmp_path).lookup(CASE, 1) is not None
+    runner = FakeRunner()
+    events = Sweep(runner, tmp_path).run(POINTS)
+    kinds = [e.kind for e in events if isinstance(e, Outcome)]
+    assert kinds == ["known", "win", "win"]
+    left = 4 + 3 if moment == "within a line" else 4  # the journal knows the others
+    assert len(runner.tried) == left
+    assert not list(tmp_path.glob("*/.*.tmp"))
+    assert review.faults(file) == []
 
 
 def _add_many(first: int, folder: Path) -> None:
