@@ -247,6 +247,8 @@ def test_a_hazard_and_a_compile_error_are_unfit() -> None:
     job = offline.Job("twice", Case(D=64), 1, "bf16", FAST, False, 90)
     hazard = offline.Row(job, "_twice", Resources(64, 0, 0, 0, 0, {}, 2), (), 0.1)
     assert unfit([hazard], 232448) == "2 wgmma register hazards"
+    stale = offline.Row(job, "_twice", Resources(64, 0, 0, 0, 0, {}, 0, 3), (), 0.1)
+    assert unfit([stale], 232448) == "3 instructions read registers that nothing wrote"
     broken = offline.Row(job, "_twice", None, ("CompilationError: no",), 0.1)
     assert unfit([broken], 232448) == "does not compile: CompilationError: no"
 

@@ -40,7 +40,8 @@ def compile_command(
 ) -> None:
     """Compile kernels with no GPU: registers, spills, memory, tensor-core instructions.
 
-    Exits 1 when one fails, passes a limit, has the wgmma hazard, or when a default tile spills."""
+    Exits 1 when one fails, passes a limit, has the wgmma hazard or reads what nothing wrote, or
+    when a default tile spills."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UsageError("TRITON_INTERPRET is 1, and the interpreter does not compile: unset it.")
     if tiles not in ("default", "all"):

@@ -85,4 +85,6 @@ def unfit(rows: Sequence[offline.Row], shared_memory: int) -> str | None:
             return f"{row.found.shared} bytes of shared memory, this GPU has {shared_memory}"
         if row.found.hazards:
             return f"{row.found.hazards} wgmma register hazards"
+        if row.found.unwritten:
+            return f"{row.found.unwritten} instructions read registers that nothing wrote"
     return None

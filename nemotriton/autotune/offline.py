@@ -2,7 +2,8 @@
 
 Every (kernel, case, tile) is built on `meta` tensors through the op's own wrapper, so that shapes,
 strides and argument specialisation are those of a real launch. A default tile must not spill; no
-tile may pass the card's shared or tensor memory or show the wgmma register hazard (see `sass`).
+tile may pass the card's shared or tensor memory, show the wgmma register hazard (see `sass`) or
+read registers that nothing wrote (see `unwritten`).
 """
 
 import concurrent.futures
@@ -127,6 +128,8 @@ def faults(job: Job, found: Resources, kernel: str = "") -> tuple[str, ...]:
         wrong.append(f"{found.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_LIMIT}")
     if found.hazards:
         wrong.append(f"{found.hazards} wgmma register hazards")
+    if found.unwritten:
+        wrong.append(f"{found.unwritten} instructions read registers that nothing wrote")
     native = SPECS[job.op].native.get(kernel, "")
     if not any(native in name for name in found.tensor_ops or ("",)):
         wrong.append(f"no {native} among its tensor-core instructions")

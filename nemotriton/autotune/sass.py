@@ -1,4 +1,6 @@
-"""Reading compiled kernels: resources from the cubin, and a register hazard in Hopper's code.
+"""Reading compiled kernels: resources from the cubin, and two faults in Hopper's code.
+
+Uniform registers that are read unwritten: see `unwritten`.
 
 The hazard (triton-lang/triton#9433): an asynchronous wgmma whose A operand sits in registers may
 still be reading them when the next loop iteration writes them, because ptxas before 13.3 places the
@@ -17,6 +19,8 @@ from typing import Any
 
 import triton
 
+from nemotriton.autotune.unwritten import listing, unwritten
+
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MMA = re.compile(
     r"tcgen05\.mma[\w.:]*|wgmma\.mma_async[\w.]*|mma\.sync[\w.:]*|cp\.async\.bulk\.tensor\.\dd"
@@ -26,7 +30,8 @@ MMA = re.compile(
 @dataclass(frozen=True, slots=True)
 class Resources:
     """What one compiled kernel takes: registers a thread, bytes of spills and shared memory,
-    tensor-memory columns, tensor-core instructions by name, and wgmma hazards found."""
+    tensor-memory columns, tensor-core instructions by name, wgmma hazards found, and instructions
+    that read what nothing wrote."""
 
     registers: int
     stack: int
@@ -35,6 +40,7 @@ class Resources:
     tensor_memory: int
     tensor_ops: dict[str, int]
     hazards: int
+    unwritten: int = 0
 
 
 def _tool(*command: str) -> str:
@@ -72,6 +78,7 @@ def _read(code: bytes, ptx: str, arch: int, shared: int, tensor_memory: int) -> 
         usage = _tool(str(BIN / "cuobjdump"), "-res-usage", str(cubin))
     stack = _first(r"STACK:(\d+)", usage)
     watched = arch == 90 and "wgmma.mma_async" in ptx
+    text = _disassemble(code) if watched else ""
     return Resources(
         registers=_first(r"REG:(\d+)", usage),
         stack=stack,
@@ -79,7 +86,8 @@ def _read(code: bytes, ptx: str, arch: int, shared: int, tensor_memory: int) -> 
         shared=shared,
         tensor_memory=tensor_memory,
         tensor_ops=dict(collections.Counter(MMA.findall(ptx))),
-        hazards=sum(map(hazards, loops(_disassemble(code)))) if watched else 0,
+        hazards=sum(map(hazards, loops(text))),
+        unwritten=len(unwritten(text)),
     )
 
 
@@ -106,16 +114,7 @@ def _first(pattern: str, text: str) -> int:
 # ----------------------------------------------------------------------------- the wgmma hazard
 def loops(disassembly: str) -> list[list[str]]:
     """Bodies of the innermost loops of `nvdisasm -c`'s text, one instruction a line."""
-    lines: list[str] = []
-    labels: dict[str, int] = {}
-    for raw in disassembly.splitlines():
-        label = re.match(r"\s*(\.L_x_\d+):", raw)
-        if label:
-            labels[label[1]] = len(lines)
-            continue
-        code = re.sub(r"/\*.*?\*/", "", raw).strip().rstrip(";").strip()
-        if re.match(r"(@!?U?P\w+\s+)?[A-Z][A-Z0-9_.]+\b", code):
-            lines.append(code)
+    lines, labels = listing(disassembly)
     spans = []
     for i, line in enumerate(lines):
         jump = re.search(r"\bBRA(?:\.\w+)*\b.*?(\.L_x_\d+)", line)
