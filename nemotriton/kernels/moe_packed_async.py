@@ -24,6 +24,7 @@ from nemotriton.kernels.hopper_pack import DECODE, DECODE_CONSTRAINTS, TILE, WEI
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import launch
 
+PARTED = True
 REGISTERS = {16: 128, 32: 128, 64: 168, 128: 255}  # of a thread, by BLOCK_M
 BLOCK_N = gl.constexpr(TILE)
 BLOCKS = gl.constexpr(TILE // 16)  # of 16 rows
@@ -69,17 +70,25 @@ def _fragments(codes, scales, half: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def _copy_rows(step, x_ptr, x_rows, tile):
+    """Rows that nobody has become zeros: read from one address, they would queue up there."""
+    k = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, X_ROWS))
+    x_at = x_ptr + (x_rows.to(gl.int64) * 8)[:, None] + k[None, :]
+    async_copy.async_copy_global_to_shared(tile, x_at, mask=(x_rows >= 0)[:, None])
+
+
+@gluon.jit
 def _copy(
     step, slot, turn, half: gl.constexpr, x_ptr, x_rows, codes_at, scales_at, x_tiles, codes,
     scales, STEPS: gl.constexpr,
 ):  # fmt: skip
     """Ask for the tiles of a step, past the last one for none."""
-    k = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, X_ROWS))
     if step < STEPS:
-        # rows that nobody has are zeros: read from one address, they would queue up there
-        x_at = x_ptr + (x_rows.to(gl.int64) * 8)[:, None] + k[None, :]
-        live = (x_rows >= 0)[:, None]
-        async_copy.async_copy_global_to_shared(x_tiles.index(slot), x_at, mask=live)
+        first, second = x_rows
+        x_tile = x_tiles.index(slot)
+        _copy_rows(step, x_ptr, first, x_tile.slice(0, first.shape[0]))
+        if second is not None:
+            _copy_rows(step, x_ptr, second, x_tile.slice(first.shape[0], second.shape[0]))
         tile = step // 2 * TILE_WORDS
         async_copy.async_copy_global_to_shared(codes.index(turn), codes_at + (tile + 128 * half))
         async_copy.async_copy_global_to_shared(scales.index(turn), scales_at + tile)
@@ -98,15 +107,53 @@ def _tiles(width: gl.constexpr):
 
 
 @gluon.jit
-def _product(
-    x_ptr, x_rows, words_ptr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr, ACC: gl.constexpr
-):
-    """fp32 [128, BLOCK_M]: a row of packed tiles times rows of x, over UNIT.
+def _zeros(WIDTH: gl.constexpr, REST: gl.constexpr):
+    FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    SECOND: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    first = gl.zeros((BLOCK_N, WIDTH), gl.float32, FIRST)
+    if REST == 0:
+        return (first,)
+    else:
+        return first, gl.zeros((BLOCK_N, REST), gl.float32, SECOND)
 
-    x_rows [BLOCK_M]: eighths of the rows' first elements, or -1; STEPS even."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, STEP], gl.bfloat16)
-    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, BLOCK_M, STEP], layout)
+
+@gluon.jit
+def _begin(weights, x_tile, sums, WIDTH: gl.constexpr, REST: gl.constexpr):
+    """Products of a step on their way."""
+    if REST == 0:
+        return (warpgroup_mma(weights, x_tile.permute((1, 0)), sums[0], is_async=True),)
+    else:
+        x = x_tile.slice(0, WIDTH).permute((1, 0))
+        more = x_tile.slice(WIDTH, REST).permute((1, 0))
+        first = warpgroup_mma(weights, x, sums[0], is_async=True)
+        return first, warpgroup_mma(weights, more, sums[1], is_async=True)
+
+
+@gluon.jit
+def _end(steps: gl.constexpr, sums, weights, REST: gl.constexpr):
+    """Wait until no more than the products of so many steps are on their way. Operands in
+    registers stay named until their product is over, or they may be overwritten."""
+    if REST == 0:
+        first, weights = warpgroup_mma_wait(steps, deps=(sums[0], weights))
+        return (first,), weights
+    else:
+        first, second, weights = warpgroup_mma_wait(2 * steps, deps=(sums[0], sums[1], weights))
+        return (first, second), weights
+
+
+@gluon.jit
+def _product(
+    x_ptr, x_rows, words_ptr, STEPS: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr
+):
+    """fp32 [128, WIDTH] and, unless REST is 0, [128, REST]: a row of packed tiles times rows of x,
+    over UNIT.
+
+    x_rows [WIDTH] and [REST]: eighths of the rows' first elements, or -1; STEPS even."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    HEIGHT: gl.constexpr = WIDTH if REST == 0 else 2 * WIDTH
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEIGHT, STEP], gl.bfloat16)
+    x_tiles = gl.allocate_shared_memory(gl.bfloat16, [AHEAD + 1, HEIGHT, STEP], layout)
     codes_0, codes_1, scales_0, scales_1 = _tiles(128), _tiles(128), _tiles(32), _tiles(32)
     b = gl.arange(0, BLOCKS, layout=gl.SliceLayout(1, CODES)) * 256
     codes_at = words_ptr + (
@@ -120,29 +167,29 @@ def _product(
     for i in gl.static_range(0, AHEAD, 2):
         _copy(i, i, i // 2, 0, *source, codes_0, scales_0, STEPS)
         _copy(i + 1, i + 1, i // 2, 1, *source, codes_1, scales_1, STEPS)
-    acc = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, ACC)
+    sums = _zeros(WIDTH, REST)
     odd = gl.zeros((BLOCK_N, STEP), gl.bfloat16, LEFT)
     async_copy.wait_group(AHEAD - 1)
     even = _fragments(codes_0.index(0), scales_0.index(0), 0, LEFT)
     slot, free, turn = 0, AHEAD, 0
     for step in range(0, STEPS, 2):
         last = gl.where(turn == 0, TURNS - 1, turn - 1)
-        acc = warpgroup_mma(even, x_tiles.index(slot).permute((1, 0)), acc, is_async=True)
-        # operands in registers stay named until their product is over, or they may be overwritten
-        acc, odd = warpgroup_mma_wait(1, deps=(acc, odd))
+        sums = _begin(even, x_tiles.index(slot), sums, WIDTH, REST)
+        sums, odd = _end(1, sums, odd, REST)
         async_copy.wait_group(AHEAD - 2)
         _copy(step + AHEAD, free, last, 0, *source, codes_0, scales_0, STEPS)
         slot, free = _next(slot, AHEAD + 1), _next(free, AHEAD + 1)
         odd = _fragments(codes_1.index(turn), scales_1.index(turn), 1, LEFT)
-        acc = warpgroup_mma(odd, x_tiles.index(slot).permute((1, 0)), acc, is_async=True)
-        acc, even = warpgroup_mma_wait(1, deps=(acc, even))
+        sums = _begin(odd, x_tiles.index(slot), sums, WIDTH, REST)
+        sums, even = _end(1, sums, even, REST)
         async_copy.wait_group(AHEAD - 2)
         _copy(step + AHEAD + 1, free, last, 1, *source, codes_1, scales_1, STEPS)
         slot, free, turn = _next(slot, AHEAD + 1), _next(free, AHEAD + 1), _next(turn, TURNS)
         even = _fragments(codes_0.index(turn), scales_0.index(turn), 0, LEFT)  # at the end: of any
-    acc, even, odd = warpgroup_mma_wait(0, deps=(acc, even, odd))
+    sums, even = _end(0, sums, even, REST)
+    sums, odd = _end(0, sums, odd, REST)
     async_copy.wait_group(0)
-    return acc
+    return sums
 
 
 @gluon.jit
@@ -155,48 +202,124 @@ def _store(y, out_ptr, rows_idx, stride, n0):
 
 
 @gluon.jit
+def _quarters(rows_idx, BLOCK_M: gl.constexpr, PARTED: gl.constexpr):
+    """How many quarters of a block have pairs, which are its first ones; not PARTED: 4."""
+    if PARTED:
+        quarters = 1
+        for i in gl.static_range(1, 4):
+            quarters += (gl.load(rows_idx + i * (BLOCK_M // 4)) >= 0).to(gl.int32)
+        return quarters
+    else:
+        return 4
+
+
+@gluon.jit
+def _rows(rows_idx, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.load(rows_idx + FIRST + gl.arange(0, N, layout=LAYOUT))
+
+
+@gluon.jit
+def _store_up(acc, scale, h_ptr, rows_idx, stride, n0):
+    h = relu2(acc * scale).to(gl.bfloat16).reshape((2, 4, 4, 2, 2, acc.shape[1]))
+    h = h.permute((0, 2, 3, 1, 4, 5)).reshape((BLOCK_N, acc.shape[1]))
+    _store(h, h_ptr, rows_idx, stride, n0)
+
+
+@gluon.jit
+def _up(
+    x_ptr, matrix, scale, h_ptr, rows_idx, x_stride, n0, K: gl.constexpr, N_TILES: gl.constexpr,
+    K_TILES: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """The up product of a block's first WIDTH + REST pairs."""
+    rows = _rows(rows_idx, 0, WIDTH, gl.SliceLayout(1, X_ROWS))
+    first, second = gl.where(rows < 0, -1, rows // K * (x_stride // 8)), None
+    if REST > 0:
+        rows = _rows(rows_idx, WIDTH, REST, gl.SliceLayout(1, X_ROWS))
+        second = gl.where(rows < 0, -1, rows // K * (x_stride // 8))
+    sums = _product(x_ptr, (first, second), matrix, 2 * K_TILES, WIDTH, REST)
+    _store_up(sums[0], scale, h_ptr, rows_idx, N_TILES * BLOCK_N, n0)
+    if REST > 0:
+        _store_up(sums[1], scale, h_ptr, rows_idx + WIDTH, N_TILES * BLOCK_N, n0)
+
+
+@gluon.jit
 def _async_up(
     x_ptr, words_ptr, global_ptr, h_ptr, rows_idx, experts_idx, x_stride,
     K: gl.constexpr, N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
+    PARTED: gl.constexpr,
 ):  # fmt: skip
     """h [T*K, 128 N_TILES] by pair, columns in `k_order`; x [T, 128 K_TILES] in `k_order`."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    PART: gl.constexpr = BLOCK_M // 4
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
+    rows_idx += block * BLOCK_M
+    quarters = _quarters(rows_idx, BLOCK_M, PARTED)
     if expert >= 0:
         scale = gl.load(global_ptr + expert) * UNIT
-        rows_idx += block * BLOCK_M
-        rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X_ROWS)))
-        x_rows = gl.where(rows < 0, -1, rows // K * (x_stride // 8))
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
-        acc = _product(x_ptr, x_rows, matrix, 2 * K_TILES, BLOCK_M, ACC)
-        h = relu2(acc * scale).to(gl.bfloat16).reshape((2, 4, 4, 2, 2, BLOCK_M))
-        h = h.permute((0, 2, 3, 1, 4, 5)).reshape((BLOCK_N, BLOCK_M))
-        _store(h, h_ptr, rows_idx, N_TILES * BLOCK_N, tile_n * BLOCK_N)
+        rest = (x_ptr, matrix, scale, h_ptr, rows_idx, x_stride, tile_n * BLOCK_N)
+        if quarters == 4:
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 0)
+        elif quarters == 3:
+            _up(*rest, K, N_TILES, K_TILES, 2 * PART, PART)
+        elif quarters == 2:
+            _up(*rest, K, N_TILES, K_TILES, 2 * PART, 0)
+        else:
+            _up(*rest, K, N_TILES, K_TILES, PART, 0)
+
+
+@gluon.jit
+def _store_down(acc, scale, weights_ptr, out_ptr, rows_idx, stride, n0):
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, acc.shape[1], 16])
+    rows = _rows(rows_idx, 0, acc.shape[1], gl.SliceLayout(0, SUMS))
+    weights = gl.load(weights_ptr + rows, mask=rows >= 0, other=0.0)
+    y = (acc * (scale * weights)[None, :]).to(out_ptr.dtype.element_ty)
+    _store(y, out_ptr, rows_idx, stride, n0)
+
+
+@gluon.jit
+def _down(
+    h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, n0, N_TILES: gl.constexpr,
+    K_TILES: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+):  # fmt: skip
+    """The down product of a block's first WIDTH + REST pairs."""
+    rows = _rows(rows_idx, 0, WIDTH, gl.SliceLayout(1, X_ROWS))
+    first, second = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8)), None
+    if REST > 0:
+        rows = _rows(rows_idx, WIDTH, REST, gl.SliceLayout(1, X_ROWS))
+        second = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8))
+    sums = _product(h_ptr, (first, second), matrix, 2 * K_TILES, WIDTH, REST)
+    _store_down(sums[0], scale, weights_ptr, out_ptr, rows_idx, N_TILES * BLOCK_N, n0)
+    if REST > 0:
+        rows_idx += WIDTH
+        _store_down(sums[1], scale, weights_ptr, out_ptr, rows_idx, N_TILES * BLOCK_N, n0)
 
 
 @gluon.jit
 def _async_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, rows_idx, experts_idx,
-    N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
+    N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr, PARTED: gl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, 128 N_TILES] by pair; h [T*K, 128 K_TILES] in `k_order`."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    PART: gl.constexpr = BLOCK_M // 4
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
+    rows_idx += block * BLOCK_M
+    quarters = _quarters(rows_idx, BLOCK_M, PARTED)
     if expert >= 0:
-        rows_idx += block * BLOCK_M
-        rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, X_ROWS)))
-        h_rows = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8))
+        scale = gl.load(global_ptr + expert) * UNIT
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
-        acc = _product(h_ptr, h_rows, matrix, 2 * K_TILES, BLOCK_M, ACC)
-        rows = gl.load(rows_idx + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, ACC)))
-        weights = gl.load(weights_ptr + rows, mask=rows >= 0, other=0.0)
-        scale = gl.load(global_ptr + expert) * UNIT * weights
-        y = (acc * scale[None, :]).to(out_ptr.dtype.element_ty)
-        _store(y, out_ptr, rows_idx, N_TILES * BLOCK_N, tile_n * BLOCK_N)
+        rest = (h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, tile_n * BLOCK_N)
+        if quarters == 4:
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, 0)
+        elif quarters == 3:
+            _down(*rest, N_TILES, K_TILES, 2 * PART, PART)
+        elif quarters == 2:
+            _down(*rest, N_TILES, K_TILES, 2 * PART, 0)
+        else:
+            _down(*rest, N_TILES, K_TILES, PART, 0)
 
 
 def multiply_ahead(
@@ -216,10 +339,10 @@ def multiply_ahead(
     launch(
         _async_up, (up_rows.shape[0] * n,), x, up_words, up_global, out[0], up_rows, up_experts,
         x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4,
-        maxnreg=REGISTERS[up_m],
+        PARTED=PARTED and up_m >= 64, maxnreg=REGISTERS[up_m],
     )  # fmt: skip
     launch(
         _async_down, (down_rows.shape[0] * k,), out[0], down_words, down_global, weights, out[1],
         down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4,
-        maxnreg=REGISTERS[down_m],
+        PARTED=PARTED and down_m >= 64, maxnreg=REGISTERS[down_m],
     )  # fmt: skip
