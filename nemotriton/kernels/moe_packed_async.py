@@ -36,7 +36,7 @@ TILE_WORDS = gl.constexpr(WORDS.value)
 ASSEMBLY = gl.constexpr(DECODE)
 CONSTRAINTS = gl.constexpr(DECODE_CONSTRAINTS)
 X_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as x is copied
-OUT = gl.constexpr(gl.BlockedLayout([8, 1], [16, 2], [1, 4], [0, 1]))  # as sums are stored
+OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # as sums are stored
 CODES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.BlockedLayout([1, 2], [2, 16], [4, 1], [1, 0]))
 LANES = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 32, 1], [4, 1, 1], [2, 1, 0]))  # block, lane
@@ -193,10 +193,30 @@ def _product(
 
 
 @gluon.jit
+def _turned(y, ORDERED: gl.constexpr):
+    """y [128, M] as it is stored; ORDERED: its rows in `k_order`. Through shared memory at once:
+    `convert_layout` would put two barriers round every eight numbers of a thread."""
+    M: gl.constexpr = y.shape[1]
+    layout: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    tile = gl.allocate_shared_memory(y.dtype, [M, BLOCK_N], layout).permute((1, 0))
+    tile.store(y)
+    if ORDERED:
+        FEW: gl.constexpr = [[1, 0], [16, 0], [32, 0], [64, 0]]
+        MORE: gl.constexpr = [[0, 16], [0, 32], [0, 64]][: (M > 16) + (M > 32) + (M > 64)]
+        LANES_: gl.constexpr = [[2, 0], [4, 0], [8, 0], [0, 1], [0, 2]]
+        FROM: gl.constexpr = gl.DistributedLinearLayout(
+            FEW + MORE, LANES_, [[0, 4], [0, 8]], [], [BLOCK_N, M]
+        )
+        y = tile.load(FROM).reshape((2, 4, 4, 2, 2, M)).permute((0, 2, 3, 1, 4, 5))
+        return gl.convert_layout(y.reshape((BLOCK_N, M)), OUT, assert_trivial=True)
+    else:
+        return tile.load(OUT)
+
+
+@gluon.jit
 def _store(y, out_ptr, rows_idx, stride, n0):
-    """Columns n0.. of the rows of a block's pairs; y [128, BLOCK_M]."""
-    y = gl.convert_layout(y, OUT)
-    rows = gl.load(rows_idx + gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, OUT))).to(gl.int64)
+    """Columns n0.. of the rows of a block's pairs; y [128, M]."""
+    rows = _rows(rows_idx, 0, y.shape[1], gl.SliceLayout(0, OUT)).to(gl.int64)
     n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     gl.store(out_ptr + (rows * stride)[None, :] + n[:, None], y, mask=(rows >= 0)[None, :])
 
@@ -205,8 +225,8 @@ def _store(y, out_ptr, rows_idx, stride, n0):
 def _quarters(rows_idx, BLOCK_M: gl.constexpr, PARTED: gl.constexpr):
     """How many quarters of a block have pairs, which are its first ones; not PARTED: 4."""
     if PARTED:
-        quarters = 1
-        for i in gl.static_range(1, 4):
+        quarters = 0
+        for i in gl.static_range(4):
             quarters += (gl.load(rows_idx + i * (BLOCK_M // 4)) >= 0).to(gl.int32)
         return quarters
     else:
@@ -220,9 +240,8 @@ def _rows(rows_idx, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_up(acc, scale, h_ptr, rows_idx, stride, n0):
-    h = relu2(acc * scale).to(gl.bfloat16).reshape((2, 4, 4, 2, 2, acc.shape[1]))
-    h = h.permute((0, 2, 3, 1, 4, 5)).reshape((BLOCK_N, acc.shape[1]))
-    _store(h, h_ptr, rows_idx, stride, n0)
+    h = relu2(acc * scale).to(gl.bfloat16)
+    _store(_turned(h, True), h_ptr, rows_idx, stride, n0)
 
 
 @gluon.jit
@@ -275,7 +294,7 @@ def _store_down(acc, scale, weights_ptr, out_ptr, rows_idx, stride, n0):
     rows = _rows(rows_idx, 0, acc.shape[1], gl.SliceLayout(0, SUMS))
     weights = gl.load(weights_ptr + rows, mask=rows >= 0, other=0.0)
     y = (acc * (scale * weights)[None, :]).to(out_ptr.dtype.element_ty)
-    _store(y, out_ptr, rows_idx, stride, n0)
+    _store(_turned(y, False), out_ptr, rows_idx, stride, n0)
 
 
 @gluon.jit

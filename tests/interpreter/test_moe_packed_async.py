@@ -88,7 +88,7 @@ def emulate(kernel: Any, grid: int, args: list[Any], options: dict[str, Any]) ->
     machine, queue = Machine(0), Queue()
     gl = language(machine)
     gl.int32 = torch.int32
-    gl.SwizzledSharedLayout = gl.BlockedLayout
+    gl.SwizzledSharedLayout = gl.DistributedLinearLayout = gl.BlockedLayout
     gl.convert_layout = lambda v, layout, assert_trivial=False: v
     gl.broadcast = lambda a, b: torch.broadcast_tensors(a, b)
     gl.join = lambda a, b: torch.stack((a, b), -1)
