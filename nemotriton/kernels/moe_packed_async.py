@@ -222,15 +222,12 @@ def _store(y, out_ptr, rows_idx, stride, n0):
 
 
 @gluon.jit
-def _quarters(rows_idx, BLOCK_M: gl.constexpr, PARTED: gl.constexpr):
-    """How many quarters of a block have pairs, which are its first ones; not PARTED: 4."""
-    if PARTED:
-        quarters = 0
-        for i in gl.static_range(4):
-            quarters += (gl.load(rows_idx + i * (BLOCK_M // 4)) >= 0).to(gl.int32)
-        return quarters
-    else:
-        return 4
+def _quarters(rows_idx, BLOCK_M: gl.constexpr):
+    """How many quarters of a block have pairs, which are its first ones."""
+    quarters = 0
+    for i in gl.static_range(4):
+        quarters += (gl.load(rows_idx + i * (BLOCK_M // 4)) >= 0).to(gl.int32)
+    return quarters
 
 
 @gluon.jit
@@ -273,12 +270,15 @@ def _async_up(
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
     rows_idx += block * BLOCK_M
-    quarters = _quarters(rows_idx, BLOCK_M, PARTED)
+    if PARTED:
+        quarters = _quarters(rows_idx, BLOCK_M)
     if expert >= 0:
         scale = gl.load(global_ptr + expert) * UNIT
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
         rest = (x_ptr, matrix, scale, h_ptr, rows_idx, x_stride, tile_n * BLOCK_N)
-        if quarters == 4:
+        if not PARTED:
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 0)
+        elif quarters == 4:
             _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 0)
         elif quarters == 3:
             _up(*rest, K, N_TILES, K_TILES, 2 * PART, PART)
@@ -326,12 +326,15 @@ def _async_down(
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
     rows_idx += block * BLOCK_M
-    quarters = _quarters(rows_idx, BLOCK_M, PARTED)
+    if PARTED:
+        quarters = _quarters(rows_idx, BLOCK_M)
     if expert >= 0:
         scale = gl.load(global_ptr + expert) * UNIT
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
         rest = (h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, tile_n * BLOCK_N)
-        if quarters == 4:
+        if not PARTED:
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, 0)
+        elif quarters == 4:
             _down(*rest, N_TILES, K_TILES, BLOCK_M, 0)
         elif quarters == 3:
             _down(*rest, N_TILES, K_TILES, 2 * PART, PART)
