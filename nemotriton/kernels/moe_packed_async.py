@@ -70,9 +70,9 @@ def _fragments(codes, scales, half: gl.constexpr, LEFT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_rows(step, x_ptr, x_rows, tile):
+def _copy_rows(x_ptr, x_rows, tile):
     """Rows that nobody has become zeros: read from one address, they would queue up there."""
-    k = step * STEP + gl.arange(0, STEP, layout=gl.SliceLayout(0, X_ROWS))
+    k = gl.arange(0, STEP, layout=gl.SliceLayout(0, X_ROWS))
     x_at = x_ptr + (x_rows.to(gl.int64) * 8)[:, None] + k[None, :]
     async_copy.async_copy_global_to_shared(tile, x_at, mask=(x_rows >= 0)[:, None])
 
@@ -86,9 +86,9 @@ def _copy(
     if step < STEPS:
         first, second = x_rows
         x_tile = x_tiles.index(slot)
-        _copy_rows(step, x_ptr, first, x_tile.slice(0, first.shape[0]))
+        _copy_rows(x_ptr + step * STEP, first, x_tile.slice(0, first.shape[0]))
         if second is not None:
-            _copy_rows(step, x_ptr, second, x_tile.slice(first.shape[0], second.shape[0]))
+            _copy_rows(x_ptr + step * STEP, second, x_tile.slice(first.shape[0], second.shape[0]))
         tile = step // 2 * TILE_WORDS
         async_copy.async_copy_global_to_shared(codes.index(turn), codes_at + (tile + 128 * half))
         async_copy.async_copy_global_to_shared(scales.index(turn), scales_at + tile)
