@@ -35,6 +35,7 @@ UNIT = gl.constexpr(WEIGHT_UNIT.value)
 TILE_WORDS = gl.constexpr(WORDS.value)
 ASSEMBLY = gl.constexpr(DECODE)
 CONSTRAINTS = gl.constexpr(DECODE_CONSTRAINTS)
+PROGRAM = gl.constexpr("mov.u32 $0, %ctaid.x;")
 X_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # as x is copied
 OUT = gl.constexpr(gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))  # as sums are stored
 CODES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
@@ -231,6 +232,15 @@ def _quarters(rows_idx, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
+def _place(rows_idx, N_TILES: gl.constexpr, BLOCK_M: gl.constexpr):
+    """A program's pairs and first column, asked for anew: no register holds them meanwhile."""
+    pid = gl.inline_asm_elementwise(
+        PROGRAM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return rows_idx + (pid // N_TILES).to(gl.int64) * BLOCK_M, pid % N_TILES * BLOCK_N
+
+
+@gluon.jit
 def _rows(rows_idx, FIRST: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.load(rows_idx + FIRST + gl.arange(0, N, layout=LAYOUT))
 
@@ -243,16 +253,19 @@ def _store_up(acc, scale, h_ptr, rows_idx, stride, n0):
 
 @gluon.jit
 def _up(
-    x_ptr, matrix, scale, h_ptr, rows_idx, x_stride, n0, K: gl.constexpr, N_TILES: gl.constexpr,
-    K_TILES: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+    x_ptr, matrix, scale, h_ptr, table_idx, block, x_stride, K: gl.constexpr,
+    N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr,
+    REST: gl.constexpr,
 ):  # fmt: skip
     """The up product of a block's first WIDTH + REST pairs."""
+    rows_idx = table_idx + block * BLOCK_M
     rows = _rows(rows_idx, 0, WIDTH, gl.SliceLayout(1, X_ROWS))
     first, second = gl.where(rows < 0, -1, rows // K * (x_stride // 8)), None
     if REST > 0:
         rows = _rows(rows_idx, WIDTH, REST, gl.SliceLayout(1, X_ROWS))
         second = gl.where(rows < 0, -1, rows // K * (x_stride // 8))
     sums = _product(x_ptr, (first, second), matrix, 2 * K_TILES, WIDTH, REST)
+    rows_idx, n0 = _place(table_idx, N_TILES, BLOCK_M)
     _store_up(sums[0], scale, h_ptr, rows_idx, N_TILES * BLOCK_N, n0)
     if REST > 0:
         _store_up(sums[1], scale, h_ptr, rows_idx + WIDTH, N_TILES * BLOCK_N, n0)
@@ -269,23 +282,22 @@ def _async_up(
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
-    rows_idx += block * BLOCK_M
     if PARTED:
-        quarters = _quarters(rows_idx, BLOCK_M)
+        quarters = _quarters(rows_idx + block * BLOCK_M, BLOCK_M)
     if expert >= 0:
         scale = gl.load(global_ptr + expert) * UNIT
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
-        rest = (x_ptr, matrix, scale, h_ptr, rows_idx, x_stride, tile_n * BLOCK_N)
+        rest = (x_ptr, matrix, scale, h_ptr, rows_idx, block, x_stride)
         if not PARTED:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 0)
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
         elif quarters == 4:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 0)
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
         elif quarters == 3:
-            _up(*rest, K, N_TILES, K_TILES, 2 * PART, PART)
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
         elif quarters == 2:
-            _up(*rest, K, N_TILES, K_TILES, 2 * PART, 0)
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
         else:
-            _up(*rest, K, N_TILES, K_TILES, PART, 0)
+            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, PART, 0)
 
 
 @gluon.jit
@@ -299,16 +311,18 @@ def _store_down(acc, scale, weights_ptr, out_ptr, rows_idx, stride, n0):
 
 @gluon.jit
 def _down(
-    h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, n0, N_TILES: gl.constexpr,
-    K_TILES: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
+    h_ptr, matrix, scale, weights_ptr, out_ptr, table_idx, block, N_TILES: gl.constexpr,
+    K_TILES: gl.constexpr, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """The down product of a block's first WIDTH + REST pairs."""
+    rows_idx = table_idx + block * BLOCK_M
     rows = _rows(rows_idx, 0, WIDTH, gl.SliceLayout(1, X_ROWS))
     first, second = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8)), None
     if REST > 0:
         rows = _rows(rows_idx, WIDTH, REST, gl.SliceLayout(1, X_ROWS))
         second = gl.where(rows < 0, -1, rows * (K_TILES * BLOCK_N // 8))
     sums = _product(h_ptr, (first, second), matrix, 2 * K_TILES, WIDTH, REST)
+    rows_idx, n0 = _place(table_idx, N_TILES, BLOCK_M)
     _store_down(sums[0], scale, weights_ptr, out_ptr, rows_idx, N_TILES * BLOCK_N, n0)
     if REST > 0:
         rows_idx += WIDTH
@@ -325,23 +339,22 @@ def _async_down(
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
     expert = gl.load(experts_idx + block).to(gl.int64)
-    rows_idx += block * BLOCK_M
     if PARTED:
-        quarters = _quarters(rows_idx, BLOCK_M)
+        quarters = _quarters(rows_idx + block * BLOCK_M, BLOCK_M)
     if expert >= 0:
         scale = gl.load(global_ptr + expert) * UNIT
         matrix = words_ptr + (expert * N_TILES + tile_n) * (K_TILES * TILE_WORDS)
-        rest = (h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, tile_n * BLOCK_N)
+        rest = (h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, block)
         if not PARTED:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, 0)
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
         elif quarters == 4:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, 0)
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
         elif quarters == 3:
-            _down(*rest, N_TILES, K_TILES, 2 * PART, PART)
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
         elif quarters == 2:
-            _down(*rest, N_TILES, K_TILES, 2 * PART, 0)
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
         else:
-            _down(*rest, N_TILES, K_TILES, PART, 0)
+            _down(*rest, N_TILES, K_TILES, BLOCK_M, PART, 0)
 
 
 def multiply_ahead(

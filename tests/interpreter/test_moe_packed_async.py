@@ -93,7 +93,14 @@ def emulate(kernel: Any, grid: int, args: list[Any], options: dict[str, Any]) ->
     gl.broadcast = lambda a, b: torch.broadcast_tensors(a, b)
     gl.join = lambda a, b: torch.stack((a, b), -1)
     gl.where = lambda c, a, b: torch.where(torch.as_tensor(c), a, b)
-    gl.inline_asm_elementwise = decode
+    here = machine.here
+
+    def assembly(code: str, constraints: str, args: list[Any], **options: Any) -> Any:
+        if code == moe_packed_async.PROGRAM.value:
+            return torch.tensor(here.program[0])
+        return decode(code, constraints, args)
+
+    gl.inline_asm_elementwise = assembly
     gl.allocate_shared_memory = lambda dtype, shape, layout: Memory(
         torch.full([int(n) for n in shape], POISON[dtype], dtype=dtype)
     )
