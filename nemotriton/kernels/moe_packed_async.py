@@ -234,9 +234,7 @@ def _quarters(rows_idx, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _place(rows_idx, N_TILES: gl.constexpr, BLOCK_M: gl.constexpr):
     """A program's pairs and first column, asked for anew: no register holds them meanwhile."""
-    pid = gl.inline_asm_elementwise(
-        PROGRAM, "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    pid = gl.inline_asm_elementwise(PROGRAM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return rows_idx + (pid // N_TILES).to(gl.int64) * BLOCK_M, pid % N_TILES * BLOCK_N
 
 
