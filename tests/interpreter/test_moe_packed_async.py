@@ -144,7 +144,7 @@ Widths = dict[str, list[tuple[int, ...]]]
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Widths:
-    """As if on Hopper: the kernels that were emulated, and what `emulate` says of their programs."""
+    """As if on Hopper: the kernels that were emulated, and what `emulate` said of each."""
     emulated: Widths = {}
 
     def run(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
