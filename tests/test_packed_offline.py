@@ -3,16 +3,19 @@
 At 4.3 TB/s an H200 gets 7.6e12 NVFP4 weights a second and can issue 3.9 instructions for each.
 """
 
+import collections
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from nemotriton.autotune import sass
+from nemotriton.autotune.offline import SHARED_LIMIT
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_few import SHARE_EXPERT
-from nemotriton.kernels.moe_packed_tiles import packed_default
+from nemotriton.kernels.moe_packed_tiles import M64W, M128W, packed_default, packed_tile
 from nemotriton.kernels.op import SPECS, Case, Compiled, Tile, compile_only, targeting, use_tile
 from nemotriton.model.config import ModelConfig
 
@@ -73,14 +76,28 @@ def test_instructions_a_weight_of_the_one_launch(tokens: int, limit: float) -> N
     assert max(by_mma(up), by_mma(down)) <= limit
 
 
-def test_instructions_a_weight_of_the_step_ahead() -> None:
-    """A turn of its loop is two steps of 64 columns, 128 rows of weights, by four warps."""
-    done = {c.name: c.kernel for c in compiled(packed_default(CASE, 8192), 128)}
+@pytest.mark.parametrize("size,programs", [(M64W, 3), (M128W, 2)], ids=["64", "128"])
+def test_a_step_ahead_of_every_height(size: tuple[int, int, int, int, int], programs: int) -> None:
+    """A loop for each number of quarters of a block: its products in steps of two, a wait that
+    leaves those of one step under way, and no barriers but around copies and products."""
+    done = compiled(packed_tile(size, size, narrow=True, ahead=True), 128)
+    q = size[0] // 4
+    want = [{q: 16}, {2 * q: 16}, {2 * q: 16, q: 16}, {4 * q: 16}]
     for name in ("_async_up", "_async_down"):
-        found = sass.resources(done[name])
-        assert (found.hazards, found.spills) == (0, 0)
-        (body,) = products(done[name])
-        assert len(body) * 128 / (128 * 2 * 64) <= 3.5
+        (kernel,) = (c.kernel for c in done if c.name == name)
+        found = sass.resources(kernel)
+        assert (found.hazards, found.spills, found.stack) == (0, 0, 0)
+        assert programs * (found.shared + 1024) <= SHARED_LIMIT[90] + 1024
+        assert programs * 128 * found.registers <= 65536
+        widths = []
+        for body in products(kernel):
+            wide = [int(n) for i in body for n in re.findall(r"HGMMA\.64x(\d+)x16", i)]
+            widths.append(dict(collections.Counter(wide)))
+            left = [int(i.split()[-1], 0) for i in body if "WARPGROUP.DEPBAR" in i]
+            assert left == [len(widths[-1])] * 2
+            assert not any(re.search(r"\b(STL|LDL|LDG)\b", i) for i in body)
+            assert len(body) * 128 / (128 * 128) <= 3.5
+        assert sorted(widths, key=str) == sorted(want, key=str)
 
 
 @pytest.mark.parametrize("name,limit", [("fp8_matmul", 2.8), ("packed_matmul", 2.5)])
