@@ -8,6 +8,7 @@ import nemotriton.kernels as K
 from nemotriton.autotune.parity import generator
 from nemotriton.kernels.moe_experts_packed import RUN_EXPERTS_PACKED
 from nemotriton.kernels.moe_packed_tiles import STEP_AHEAD, packed_tile
+from nemotriton.kernels.moe_route import Routing
 from nemotriton.kernels.op import use_tile
 from nemotriton.model.config import ModelConfig
 from tests.gpu.sanitize import here
@@ -23,7 +24,7 @@ def test_blocks_of_every_height(form: int, cuda: torch.device) -> None:
     case = RUN_EXPERTS_PACKED.cases(ModelConfig.preset("super-120b"))[0]
     args = RUN_EXPERTS_PACKED.make(case, 2, cuda, torch.bfloat16, generator(form, cuda))
     routing = counted([*EDGES, *[0] * (case.E - len(EDGES))], case.K)
-    routing = type(routing)(*(v if v is None else v.to(cuda) for v in routing))
+    routing = Routing(*(v.to(cuda) for v in routing[:4]))
     tokens = routing.ids.shape[0]
     x = torch.randn(tokens, case.L, device=cuda, generator=generator(form, cuda)).bfloat16()
     args |= {"x": x, "routing": routing, "arrivals": None}
