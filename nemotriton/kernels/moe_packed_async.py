@@ -8,7 +8,8 @@ two sets of registers take turns, and a product is waited for only when the next
 
 Four warps have 128 rows of an expert's matrix and BLOCK_M pairs; two (BLOCK_M 128), three (64) or
 four such programs share a multiprocessor. Sums run in the same order as in `moe_packed`'s wgmma
-form, so the bits are the same.
+form, so the bits are the same. A block of 64 or 128 is multiplied by the quarters that have pairs:
+those are its first ones, and three are a half and a quarter, for Triton's sizes are powers of two.
 
 Tiles in shared memory are kept apart by the parity of their step: what is being written and what
 is being read are then different allocations, and no barrier is put between them.
@@ -24,7 +25,6 @@ from nemotriton.kernels.hopper_pack import DECODE, DECODE_CONSTRAINTS, TILE, WEI
 from nemotriton.kernels.numerics import relu2
 from nemotriton.kernels.op import launch
 
-PARTED = True
 REGISTERS = {16: 128, 32: 128, 64: 168, 128: 255}  # of a thread, by BLOCK_M
 BLOCK_N = gl.constexpr(TILE)
 BLOCKS = gl.constexpr(TILE // 16)  # of 16 rows
@@ -273,9 +273,9 @@ def _up(
 def _async_up(
     x_ptr, words_ptr, global_ptr, h_ptr, rows_idx, experts_idx, x_stride,
     K: gl.constexpr, N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
-    PARTED: gl.constexpr,
 ):  # fmt: skip
     """h [T*K, 128 N_TILES] by pair, columns in `k_order`; x [T, 128 K_TILES] in `k_order`."""
+    PARTED: gl.constexpr = BLOCK_M >= 64
     PART: gl.constexpr = BLOCK_M // 4
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
@@ -288,14 +288,15 @@ def _async_up(
         rest = (x_ptr, matrix, scale, h_ptr, rows_idx, block, x_stride)
         if not PARTED:
             _up(*rest, K, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
-        elif quarters == 4:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
-        elif quarters == 3:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
-        elif quarters == 2:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
         else:
-            _up(*rest, K, N_TILES, K_TILES, BLOCK_M, PART, 0)
+            if quarters == 4:
+                _up(*rest, K, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
+            elif quarters == 3:
+                _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
+            elif quarters == 2:
+                _up(*rest, K, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
+            else:
+                _up(*rest, K, N_TILES, K_TILES, BLOCK_M, PART, 0)
 
 
 @gluon.jit
@@ -330,9 +331,10 @@ def _down(
 @gluon.jit
 def _async_down(
     h_ptr, words_ptr, global_ptr, weights_ptr, out_ptr, rows_idx, experts_idx,
-    N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr, PARTED: gl.constexpr,
+    N_TILES: gl.constexpr, K_TILES: gl.constexpr, BLOCK_M: gl.constexpr,
 ):  # fmt: skip
     """Weighted rows [T*K, 128 N_TILES] by pair; h [T*K, 128 K_TILES] in `k_order`."""
+    PARTED: gl.constexpr = BLOCK_M >= 64
     PART: gl.constexpr = BLOCK_M // 4
     pid = gl.program_id(0).to(gl.int64)
     block, tile_n = pid // N_TILES, (pid % N_TILES).to(gl.int32)
@@ -345,14 +347,15 @@ def _async_down(
         rest = (h_ptr, matrix, scale, weights_ptr, out_ptr, rows_idx, block)
         if not PARTED:
             _down(*rest, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
-        elif quarters == 4:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
-        elif quarters == 3:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
-        elif quarters == 2:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
         else:
-            _down(*rest, N_TILES, K_TILES, BLOCK_M, PART, 0)
+            if quarters == 4:
+                _down(*rest, N_TILES, K_TILES, BLOCK_M, BLOCK_M, 0)
+            elif quarters == 3:
+                _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, PART)
+            elif quarters == 2:
+                _down(*rest, N_TILES, K_TILES, BLOCK_M, 2 * PART, 0)
+            else:
+                _down(*rest, N_TILES, K_TILES, BLOCK_M, PART, 0)
 
 
 def multiply_ahead(
@@ -371,11 +374,9 @@ def multiply_ahead(
     up_m, down_m = up_rows.shape[1], down_rows.shape[1]
     launch(
         _async_up, (up_rows.shape[0] * n,), x, up_words, up_global, out[0], up_rows, up_experts,
-        x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4,
-        PARTED=PARTED and up_m >= 64, maxnreg=REGISTERS[up_m],
+        x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4, maxnreg=REGISTERS[up_m],
     )  # fmt: skip
     launch(
         _async_down, (down_rows.shape[0] * k,), out[0], down_words, down_global, weights, out[1],
-        down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4,
-        PARTED=PARTED and down_m >= 64, maxnreg=REGISTERS[down_m],
+        down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4, maxnreg=REGISTERS[down_m],
     )  # fmt: skip
