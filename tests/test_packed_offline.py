@@ -78,8 +78,8 @@ def test_instructions_a_weight_of_the_one_launch(tokens: int, limit: float) -> N
 
 @pytest.mark.parametrize("size,programs", [(M64W, 3), (M128W, 2)], ids=["64", "128"])
 def test_a_step_ahead_of_every_height(size: tuple[int, int, int, int, int], programs: int) -> None:
-    """A loop for each number of quarters of a block: its products in steps of two, a wait that
-    leaves those of one step under way, and no barriers but around copies and products."""
+    """A loop for each number of quarters of a block, two steps a turn, whose waits leave the
+    products of one step under way. As many programs as are meant fit on a multiprocessor."""
     done = compiled(packed_tile(size, size, narrow=True, ahead=True), 128)
     q = size[0] // 4
     want = [{q: 16}, {2 * q: 16}, {2 * q: 16, q: 16}, {4 * q: 16}]

@@ -202,11 +202,11 @@ def _turned(y, ORDERED: gl.constexpr):
     tile = gl.allocate_shared_memory(y.dtype, [M, BLOCK_N], layout).permute((1, 0))
     tile.store(y)
     if ORDERED:
-        FEW: gl.constexpr = [[1, 0], [16, 0], [32, 0], [64, 0]]
+        FIRST: gl.constexpr = [[1, 0], [16, 0], [32, 0], [64, 0]]  # registers
         MORE: gl.constexpr = [[0, 16], [0, 32], [0, 64]][: (M > 16) + (M > 32) + (M > 64)]
-        LANES_: gl.constexpr = [[2, 0], [4, 0], [8, 0], [0, 1], [0, 2]]
+        BY_LANE: gl.constexpr = [[2, 0], [4, 0], [8, 0], [0, 1], [0, 2]]
         FROM: gl.constexpr = gl.DistributedLinearLayout(
-            FEW + MORE, LANES_, [[0, 4], [0, 8]], [], [BLOCK_N, M]
+            FIRST + MORE, BY_LANE, [[0, 4], [0, 8]], [], [BLOCK_N, M]
         )
         y = tile.load(FROM).reshape((2, 4, 4, 2, 2, M)).permute((0, 2, 3, 1, 4, 5))
         return gl.convert_layout(y.reshape((BLOCK_N, M)), OUT, assert_trivial=True)
@@ -233,7 +233,7 @@ def _quarters(rows_idx, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _place(rows_idx, N_TILES: gl.constexpr, BLOCK_M: gl.constexpr):
-    """A program's pairs and first column, asked for anew: no register holds them meanwhile."""
+    """A program's pairs and first column, asked for anew: no register holds them so long."""
     pid = gl.inline_asm_elementwise(PROGRAM, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     return rows_idx + (pid // N_TILES).to(gl.int64) * BLOCK_M, pid % N_TILES * BLOCK_N
 
@@ -374,9 +374,11 @@ def multiply_ahead(
     up_m, down_m = up_rows.shape[1], down_rows.shape[1]
     launch(
         _async_up, (up_rows.shape[0] * n,), x, up_words, up_global, out[0], up_rows, up_experts,
-        x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4, maxnreg=REGISTERS[up_m],
+        x.stride(0), weights.shape[1], N_TILES=n, K_TILES=k, BLOCK_M=up_m, num_warps=4,
+        maxnreg=REGISTERS[up_m],
     )  # fmt: skip
     launch(
         _async_down, (down_rows.shape[0] * k,), out[0], down_words, down_global, weights, out[1],
-        down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4, maxnreg=REGISTERS[down_m],
+        down_rows, down_experts, N_TILES=k, K_TILES=n, BLOCK_M=down_m, num_warps=4,
+        maxnreg=REGISTERS[down_m],
     )  # fmt: skip
