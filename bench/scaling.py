@@ -12,11 +12,8 @@ large ones, so that the whole of it can be tried anywhere.
 """
 
 import json
-import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +26,9 @@ from bench import rows
 from bench.cli import Out, application, run
 from bench.models import Setup
 from bench.parallel import facts_of, ratio
-from bench.ranks import HEAD, Ranks, Work, gate, line, measure, opened
+from bench.rank_killed import until_gone
+from bench.ranks import HEAD, Ranks, Work, gate, line, measure
 from bench.rows import BenchError, Row
-from nemotriton import LLM, SamplingParams
 from nemotriton.autotune.trial import Facts
 from nemotriton.errors import CapacityError, RankError
 from nemotriton.model.config import ModelConfig
@@ -83,35 +80,6 @@ class Judge:
             self._said[key] = gate(*key)
             print(f"gate, {work.setup.model} {work.setup.quant} {work.ranks}: {self._said[key]}")
         return self._said[key]
-
-
-def until_gone(setup: Setup, ranks: Ranks) -> tuple[float, str]:
-    """Seconds from the end of the last rank, killed, to that of all others; and what was said."""
-    size = {"requests": 1, "context": 512, "piece": 256}
-    with opened(setup, ranks, **size, graphs=None) as llm:  # type: ignore[arg-type]
-        pids, killed = _pids(llm), [0.0]
-
-        def kill() -> None:
-            killed[0] = time.monotonic()
-            os.kill(pids[-1], signal.SIGKILL)
-
-        threading.Timer(0.5, kill).start()
-        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-        said = "nothing"
-        try:
-            while not killed[0] or time.monotonic() - killed[0] < 20:
-                llm.generate([[5, 6, 7]], params)
-        except RankError as problem:
-            said = str(problem)
-    left = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-    if left:
-        raise BenchError(f"processes {left} have outlived a killed rank")
-    return time.monotonic() - killed[0], said
-
-
-def _pids(llm: LLM) -> list[int]:
-    assert llm._team is not None
-    return [child.pid for child in llm._team.children.values()]
 
 
 def attempt(name: str, until: float, work: Callable[[], None]) -> None:

@@ -121,12 +121,18 @@ def small_sums(rank: int, ranks: int, device: torch.device, store: dist.Store) -
             made.share_rows(device)
         torch.cuda.synchronize(device)
     except (RuntimeError, ImportError, AttributeError) as problem:
-        log.debug("no symmetric memory: %s", problem)
+        log.warning("NEMOTRITON_SUMS=%s: no symmetric memory (%s); NCCL adds up", way, problem)
     if not _all_agree(made is not None) or made is None:
         return None
     made.adds = _all_agree(_adds_up(made, device))
     if made.rows is not None and not _all_agree(_adds_norms(made, device)):
         made.rows = None
+    if rank == 0 and not made.adds:
+        log.warning("NEMOTRITON_SUMS=%s: a small sum came out wrong; NCCL adds up", way)
+    if rank == 0 and way == "fused" and made.rows is None:
+        log.warning(
+            "NEMOTRITON_SUMS=%s: a sum inside a norm came out wrong; it is two launches", way
+        )
     return made if made.adds or made.rows is not None else None
 
 
