@@ -46,6 +46,7 @@ from nemotriton.engine.caches import PAGE_SIZE
 from nemotriton.engine.draft_shape import DraftShape
 from nemotriton.engine.loading import Weights
 from nemotriton.engine.replay import find_rollback
+from nemotriton.errors import CapacityError
 from nemotriton.kernels import STATE_FORMATS
 
 app = application(__doc__)
@@ -194,8 +195,30 @@ def main(
     command = f"python -m bench.decode {setup.words()} --batch {batch} --context {context} "
     command += f"--drafts {drafts}"
     for k in numbers(drafts):
-        for row in measure(setup, loads(batch, context, k, setup), k, facts, each, graphs, command):
+        wanted = loads(batch, context, k, setup)
+        for row in fitting(setup, wanted, k, facts, each, graphs, command):
             rows.append(row, out)
+
+
+def fitting(
+    setup: Setup,
+    wanted: list[Load],
+    drafts: int,
+    facts: Facts,
+    each: int,
+    graphs: bool,
+    command: str,
+) -> Iterator[Row]:
+    """Measure the loads; while a GPU cannot hold the largest batch, without it, which is told."""
+    while wanted:
+        try:
+            yield from measure(setup, wanted, drafts, facts, each, graphs, command)
+        except CapacityError as problem:
+            most = max(load.batch for load in wanted)
+            print(f"{most} sequences, {drafts} drafts: does not fit: {problem}", flush=True)
+            wanted = [load for load in wanted if load.batch < most]
+        else:
+            return
 
 
 def measure(

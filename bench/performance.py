@@ -5,6 +5,7 @@
     <!-- figures: layers decode 1 -->   by kind of layer, of a step of so many sequences
     <!-- figures: layers prefill 8192 -->
     <!-- figures: kernels -->           and `kernels short`: see `bench.kernel_figures`
+    <!-- figures: scaling -->           several GPUs: `bench.scaling_figures`
     <!-- figures: predictions -->       `bench.model`, for GPUs that were not there
     <!-- figures: commands -->          what measured the figures
     (the table)
@@ -24,6 +25,7 @@ from typing import Any
 from bench import model
 from bench.kernel_figures import kernel_table
 from bench.rows import BenchError, Row
+from bench.scaling_figures import scaling_table
 from nemotriton.engine.loading import random_weights
 from nemotriton.errors import require
 
@@ -114,25 +116,35 @@ def strategy(row: Row) -> str:
 def decoding() -> list[Figure]:
     plain = SUPER | {"context": 1024, "drafts": 0}
     asked = {1: ">= 70 %", 16: ">= 70 %", 64: ">= 70 %", 256: ">= 65 %"}
+    few = plain | {"rollback": "lanes"}
     found = [
-        Figure("decode", f"a step, {n} x 1,024 tokens", "decode", n, plain, want, told=step)
-        for n, want in asked.items()
+        Figure("decode", "a step, 1 x 1,024 tokens", "decode", 1, few, asked[1], told=step),
+        Figure(
+            *("decode", "the same, where 16 requests or more may come", "decode", 1),
+            *(plain | {"rollback": "replay"}, asked[1]),
+            told=step,
+        ),
+        *(
+            Figure("decode", f"a step, {n} x 1,024 tokens", "decode", n, plain, want, told=step)
+            for n, want in asked.items()
+            if n > 1
+        ),
     ]
     forced = SUPER | {"context": 1024, "drafts": 3, "acceptance": 0.73}
     found.append(
         Figure(
-            *("drafts", "the same, 1 sequence, 3 drafts, each accepted at 0.73"),
+            *("drafts", "a step, 1 x 1,024 tokens, 3 drafts, each accepted at 0.73"),
             *("decode", 1, forced, ">= 330 tok/s at 2.7 a step"),
             told=lambda r: f"{step(r)} at {r['tokens_per_step']:.1f} a step",
         )
     )
     for name, key, asked in (
         ("the device waits for the host", "idle_us", "< 3 % of the step"),
-        ("the host's own work, most of it beside the device's", "host_us", ""),
+        ("the host works, most of it beside the device", "host_us", ""),
     ):
         found.append(
             Figure(
-                *("decode", f"of it {name}, 1 sequence", "decode", 1, plain, asked),
+                *("decode", f"of a step of 1 sequence {name}", "decode", 1, plain, asked),
                 told=lambda r, key=key: share_of(r, key),  # type: ignore[misc]
                 floor=lambda r: "",
                 share=lambda r: None,
@@ -225,7 +237,7 @@ def figures() -> list[Figure]:
 
 def short(found: Sequence[Row]) -> list[Figure]:
     """Those of a front page that are measured: steps, prompts, long loads, transformers."""
-    left_out = (262144, "1,024 in", "of it ", "launches a", "first start")
+    left_out = (262144, "1,024 in", "of a step", "launches a", "first start")
     wanted = [f for f in figures() if not any(str(x) in f"{f.tokens} {f.name}" for x in left_out)]
     return [f for f in wanted if f.row(found) is not None]
 
@@ -291,6 +303,8 @@ def block(what: str, found: Sequence[Row]) -> str:
         return predictions(found)
     if what in ("kernels", "kernels short"):
         return kernel_table(found, what != "kernels")
+    if what == "scaling":
+        return scaling_table(found)
     if what == "commands":
         return "".join(f"\n    {line}" for line in commands(found)) + "\n\n"
     if what.startswith("layers "):

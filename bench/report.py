@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import performance, rows
+from bench import performance, rows, scaling_figures
 from bench.cli import Kernels, application, run
 from bench.pages import write_pages
 from bench.rows import BenchError, Row
@@ -159,6 +159,31 @@ def steps(found: Sequence[Row], file: Path) -> None:
     pyplot.close(figure)
 
 
+def scaled(found: Sequence[Row], file: Path) -> None:
+    """Super on several GPUs: how many times the speed of one, and the share of all their floors."""
+    pyplot = plotting()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    drawn = False
+    for what in scaling_figures.LINES:
+        mine = {tp: r for (tp, ep), r in sorted(what.rows(found).items()) if ep == 1}
+        if 1 in mine and len(mine) > 1:
+            left.plot(
+                [*mine], [mine[1]["us"] / r["us"] for r in mine.values()], "o-", label=what.name
+            )
+            drawn = True
+        shares = {n: r["roofline_pct"] for n, r in mine.items() if r["roofline_pct"]}
+        right.plot([*shares], [*shares.values()], "o-", label=what.name)
+    require(drawn, "no row was measured on one GPU and on several", BenchError)
+    left.plot([1, 4], [1, 4], "k:", lw=1)
+    left.set(xlabel="GPUs (tp)", ylabel="times the speed of one", xticks=[1, 2, 4])
+    right.set(xlabel="GPUs (tp)", ylabel="% of the floor of all", xticks=[1, 2, 4], ylim=(0, 100))
+    left.legend(fontsize=7)
+    right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.02, 1))
+    figure.suptitle("H200, synthetic weights, context 1,024")
+    figure.savefig(file, dpi=66, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 @app.command()
 def main(
     files: Annotated[list[Path], typer.Argument(help="JSONL files of rows.")],
@@ -170,6 +195,9 @@ def main(
     ] = None,
     picture_of_steps: Annotated[
         Path | None, typer.Option("--steps", help="PNG to draw: decode steps by layer.")
+    ] = None,
+    picture_of_scaling: Annotated[
+        Path | None, typer.Option("--scaling", help="PNG to draw: several GPUs.")
     ] = None,
     figures: Annotated[
         list[Path] | None,
@@ -188,13 +216,15 @@ def main(
         bars(found, others)
     if picture_of_steps is not None:
         steps(found, picture_of_steps)
+    if picture_of_scaling is not None:
+        scaled(found, picture_of_scaling)
     for page in figures or ():
         performance.write(page, found)
     if pages is not None:
         write_pages(pages, found)
     if old is not None:
         print(against(found, rows.load([old])), end="")
-    elif not any((picture, others, picture_of_steps, figures, pages)):
+    elif not any((picture, others, picture_of_steps, picture_of_scaling, figures, pages)):
         print(formats[form](found), end="")
 
 

@@ -38,7 +38,7 @@ def test_a_figure_is_its_latest_row() -> None:
     )
     assert "| a step, 256 x 1,024 tokens | | not measured | | >= 65 % |  |" in lines
     assert any("| 2.0 % |" in x for x in lines if "waits for the host" in x)
-    assert any("| not measured |" in x for x in lines if "the host's own work" in x)
+    assert any("| not measured |" in x for x in lines if "the host works" in x)
     assert any("| 6.5 |" in x for x in lines if "launches a layer" in x)
     assert lines[-1] == "Synthetic weights. One NVIDIA H200, 2026-11-30, commit abcdef0."
     assert {x.count("|") for x in lines if x.startswith("|")} == {7}
@@ -117,7 +117,26 @@ def test_steps_are_drawn(tmp_path: Path) -> None:
     assert 1000 < picture.stat().st_size < 100_000
 
 
-@pytest.mark.parametrize("page", ["docs/performance.md", "README.md"])
+def ranks(tp: int, ep: int, us: float, share: float) -> Row:
+    case = {"model": "super-120b", "quant": "release", "drafts": 0, "tp": tp, "ep": ep}
+    row = {"suite": "parallel", "kernel": "step", "tokens": 1, "case": case, "us": us}
+    return row | ORIGIN | {"roofline_pct": share}
+
+
+def test_several_gpus_stand_beside_one(tmp_path: Path) -> None:
+    found = [ranks(1, 1, 9000.0, 50.0), ranks(1, 1, 5000.0, 60.0), ranks(4, 1, 2500.0, 30.0)]
+    text = performance.block("scaling", found)
+    (line,) = [x for x in text.splitlines() if x.startswith("| Super, a step, 1 seq")]
+    assert "| 5.00 ms, 60 % |  | 2.50 ms, 30 %, 2.00 x |  | two >= 1.35 x" in line
+    assert "Synthetic weights. NVIDIA H200, 2026-11-30, commit abcdef0." in text
+    pytest.importorskip("matplotlib", reason="the extra bench is not installed")
+    report.scaled(found, tmp_path / "scaling.png")
+    assert (tmp_path / "scaling.png").stat().st_size > 1000
+    with pytest.raises(BenchError, match="on one GPU and on several"):
+        report.scaled(found[:2], tmp_path / "none.png")
+
+
+@pytest.mark.parametrize("page", ["docs/performance.md", "README.md", "docs/parallel.md"])
 def test_the_pages_show_the_rows_that_lie_there(page: str) -> None:
     """If not: python -m bench.report bench/results/nvidia_h200/*.jsonl --figures PAGE"""
     text = (ROOT / page).read_text()

@@ -17,12 +17,11 @@ def test_every_kernel_together_gives_the_twins_tokens() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     warm = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=2, ignore_eos=True)
     found = []
+    sizes = {"dtype": "float32", "device": "cpu", "max_context": 128, "layers": 4}
     for impl in ("triton", "ref"):
         called: set[str] = set()
         with (
-            LLM.synthetic(
-                "tiny", dtype="float32", device="cpu", max_context=128, prefill_piece=24, impl=impl
-            ) as llm,
+            LLM.synthetic("tiny", prefill_piece=24, impl=impl, **sizes) as llm,
             watching(called, impl),
         ):
             done = llm.generate(PROMPTS, greedy) + llm.generate(PROMPTS[0], warm)

@@ -85,7 +85,7 @@ def test_padded_steps_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three requests in a shape of four, one of which ends early, with a draft each."""
     monkeypatch.setattr(recording, "ladder", lambda requests: [requests])
     tokens, kept = [], []
-    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (4, 2, 4)]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 2, 3)]
     sizes = {"dtype": "float32", "device": "cpu", "max_context": 256, "layers": 4, "drafts": 1}
     for impl, graphs in (("triton", True), ("ref", False)):
         with LLM.synthetic(
