@@ -45,7 +45,8 @@ def measure(wanted: list[Goal], where: torch.device) -> Iterator[Row]:
     common = rows.environment(facts)
     for goal in wanted:
         point = Point(goal.op, goal.case, goal.tokens, SPECS[goal.op].dtypes[0])
-        line = f"python -m bench.goals --area {goal.area}"
+        line = "NEMOTRITON_COMBINE=atomic " * atomic(goal)
+        line += f"python -m bench.goals --area {goal.area}"
         row = rows.empty("goals", point, "nemotriton", "nemotriton", line) | common
         row |= {"label": goal.label, "area": goal.area, "reach": goal.reach, "peer": goal.peer}
         if atomic(goal):
@@ -85,7 +86,9 @@ def timed(goal: Goal, point: Point, watch: CudaStopwatch, facts: Facts) -> Row:
 
 def atomic(goal: Goal) -> bool:
     """Whether its rows are added as they come (`moe_combine`), so that bits may differ."""
-    return goal.op == "run_experts_packed" and adds_atomically()
+    if goal.op != "run_experts_packed" or not adds_atomically():
+        return False
+    return not SPECS[goal.op].default(goal.case, goal.tokens)["ASYNC"]  # which stores all rows
 
 
 def numbers(goal: Goal, point: Point, times: list[Timing], facts: Facts) -> Row:

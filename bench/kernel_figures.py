@@ -11,6 +11,7 @@ Columns hold one value for each number of tokens. `bench.performance` writes the
 import re
 from collections.abc import Sequence
 
+from bench import rows
 from bench.goal_list import Goal, goals
 from bench.rows import Row
 
@@ -36,14 +37,12 @@ def kernel_table(found: Sequence[Row], short: bool = False) -> str:
             groups.setdefault((goal.op, goal.label), []).append(goal)
     lines, used = [HEAD], []
     for (op, label), mine in groups.items():
+        mine.sort(key=lambda goal: goal.tokens)
         measured = [latest.get((op, label, goal.tokens)) for goal in mine]
         lines.append(_line(f"`{op}`, {label}", mine, measured))
         used += [row for row in measured if row is not None]
     if used:
-        dates = ", ".join(sorted({r["date"] for r in used}))
-        commits = ", ".join(sorted({(r["commit"] or "unknown")[:7] for r in used}))
-        gpus = " and ".join(sorted({r["gpu"] for r in used}))
-        lines += ["", f"One {gpus}, {dates}, commit {commits}: `python -m bench.goals`."]
+        lines += ["", f"One {rows.origin(used)}: `python -m bench.goals`."]
     return "\n".join(lines) + "\n"
 
 

@@ -169,7 +169,7 @@ def held_against(steps: Sequence[Known], by: Fit) -> str:
         case = s.row["case"]
         activations = " w8a8" if case.get("activations") == "fp8" else ""
         what = f"{case['model']} {case['quant']}{activations}, " + (
-            f"context {case['context']:,}, {case['drafts']} drafts"
+            f"context {case['context']:,}, drafts {case['drafts']}"
             if s.row["suite"] == "decode"
             else "prompt"
         )

@@ -66,8 +66,5 @@ def table(found: Sequence[Row]) -> str:
         what = r.get("label") or rows.case_text(r["case"])
         cells = [r["kernel"], what, f"{r['tokens']:,}", us, share, r.get("peer") or ""]
         lines.append("| " + " | ".join(cells) + " |")
-    gpus = " and ".join(sorted({r["gpu"] for r in found}))
-    dates = ", ".join(sorted({r["date"] for r in found}))
-    commits = ", ".join(sorted({r["commit"][:7] if r["commit"] else "unknown" for r in found}))
     commands = "; ".join(f"`{c}`" for c in dict.fromkeys(r["command"] for r in found))
-    return "\n".join([*lines, "", f"One {gpus}, {dates}, commit {commits}: {commands}.", ""])
+    return "\n".join([*lines, "", f"One {rows.origin(found)}: {commands}.", ""])

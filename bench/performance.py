@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import model
+from bench import model, rows
 from bench.kernel_figures import kernel_table
 from bench.rows import BenchError, Row
 from bench.scaling_figures import scaling_table
@@ -110,7 +110,8 @@ def strategy(row: Row) -> str:
     """How the row's states were kept and rolled back."""
     named = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     state, rollback = row["case"].get("state"), row["case"].get("rollback")
-    return f" ({named.get(state, state)} states, {rollback})" if state and rollback else ""
+    told = state and rollback and row["provider"] == "nemotriton"
+    return f" ({named.get(state, state)} states, {rollback})" if told else ""
 
 
 def decoding() -> list[Figure]:
@@ -180,7 +181,8 @@ def loads() -> list[Figure]:
 
     def told(row: Row) -> str:
         first = f"first token {row['first_token_ms'] / 1e3:.1f} s"
-        return f"{rate(row)} over {row['case']['prompts']} prompts, {first}"
+        count = row["case"]["prompts"]
+        return f"{rate(row)} over {count} prompt{'s' * (count > 1)}, {first}"
 
     published = "vLLM, published: B200 1,517, two H100 1,116 tok/s"
     drafts = {"drafts": 3, "acceptance": 0.73}
@@ -251,10 +253,7 @@ def table(areas: str, found: Sequence[Row]) -> str:
     lines = [HEAD, *(f.line(found) for f in wanted)]
     used = [row for f in wanted if (row := f.row(found)) is not None]
     if used:
-        dates = ", ".join(sorted({r["date"] for r in used}))
-        commits = ", ".join(sorted({(r["commit"] or "unknown")[:7] for r in used}))
-        gpus = " and ".join(sorted({r["gpu"] for r in used}))
-        lines += ["", f"Synthetic weights. One {gpus}, {dates}, commit {commits}."]
+        lines += ["", f"Synthetic weights. One {rows.origin(used)}."]
     return "\n".join(lines) + "\n"
 
 

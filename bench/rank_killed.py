@@ -5,6 +5,7 @@ RANKS are `Setup` and `Ranks` as JSON. Says in JSON lines which processes there 
 last of them was killed; then what the others say.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict
+from typing import Any
 
 from bench.models import Setup
 from bench.ranks import Ranks, opened
@@ -20,7 +22,7 @@ from bench.rows import BenchError
 from nemotriton import LLM, SamplingParams
 from nemotriton.errors import RankError, require
 
-LIMIT = 30.0  # seconds that the others may take
+LIMIT, START = 30.0, 300.0  # seconds that the others may take, and that a start may
 
 
 def until_gone(setup: Setup, ranks: Ranks) -> tuple[float, str]:
@@ -30,21 +32,49 @@ def until_gone(setup: Setup, ranks: Ranks) -> tuple[float, str]:
     words = [sys.executable, "-m", "bench.rank_killed"]
     words += [json.dumps(asdict(setup)), json.dumps(asdict(ranks))]
     done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    facts, said = {}, ["nothing"]
+    facts: dict[str, Any] = {}
+    said = ["nothing"]
+    reader = threading.Thread(target=_read, args=(done, facts, said), daemon=True)
+    reader.start()
+    try:
+        gone = _wait(done, facts)
+    finally:  # what is left must not hold a GPU
+        for pid in _left([done.pid, *facts.get("pids", [])]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    reader.join(5.0)
+    require("killed" in facts, f"no rank was killed: {said[-1]}", BenchError)
+    left = f"a killed rank was outlived by {LIMIT:.0f} s"
+    require(gone is not None, left, BenchError)
+    assert gone is not None
+    named = [line for line in said if "ended by signal" in line]
+    return gone - facts["killed"], (named or said)[-1]
+
+
+def _read(done: subprocess.Popen[str], facts: dict[str, Any], said: list[str]) -> None:
+    """Take up what it says, for as long as anybody holds the pipe."""
     assert done.stdout is not None
     for line in done.stdout:
         if line.startswith("{"):
             facts |= json.loads(line)
         elif line.strip():
             said.append(line.strip())
-    require("killed" in facts, f"no rank was killed: {said[-1]}", BenchError)
-    done.wait()
-    while left := [pid for pid in facts["pids"] if os.path.exists(f"/proc/{pid}")]:
-        late = time.time() - facts["killed"] > LIMIT
-        require(not late, f"processes {left} have outlived a killed rank", BenchError)
+
+
+def _wait(done: subprocess.Popen[str], facts: dict[str, Any]) -> float | None:
+    """When all processes had ended; None where some outlive the killed one by LIMIT, or none was
+    killed within START."""
+    start = time.time()
+    while done.poll() is None or _left(facts.get("pids", [])):
+        since, most = (facts["killed"], LIMIT) if "killed" in facts else (start, START)
+        if time.time() - since > most:
+            return None
         time.sleep(0.05)
-    named = [line for line in said if "ended by signal" in line]
-    return time.time() - facts["killed"], (named or said)[-1]
+    return time.time()
+
+
+def _left(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
 def work(setup: Setup, ranks: Ranks) -> None:

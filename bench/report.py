@@ -179,7 +179,10 @@ def scaled(found: Sequence[Row], file: Path) -> None:
     right.set(xlabel="GPUs (tp)", ylabel="% of the floor of all", xticks=[1, 2, 4], ylim=(0, 100))
     left.legend(fontsize=7)
     right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.02, 1))
-    figure.suptitle("H200, synthetic weights, context 1,024")
+    gpus = " and ".join(
+        sorted({r["gpu"] for what in scaling_figures.LINES for r in what.rows(found).values()})
+    )
+    figure.suptitle(f"{gpus}, synthetic weights")
     figure.savefig(file, dpi=66, bbox_inches="tight")
     pyplot.close(figure)
 

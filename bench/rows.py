@@ -133,6 +133,14 @@ COLUMNS = {
 }
 
 
+def origin(found: Sequence[Row]) -> str:
+    """Of which GPUs, dates and commits rows are, in words."""
+    gpus = " and ".join(sorted({r["gpu"] for r in found}))
+    dates = ", ".join(sorted({r["date"] for r in found}))
+    commits = ", ".join(sorted({(r["commit"] or "unknown")[:7] for r in found}))
+    return f"{gpus}, {dates}, commit {commits}"
+
+
 def case_text(case: dict[str, Any]) -> str:
     return " ".join([*(f"{k}{v}" for k, v in case.items() if k != "dtype"), case["dtype"]])
 

@@ -8,6 +8,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench import rows
 from bench.rows import Row
 
 WAYS = {(1, 1): "one", (2, 1): "two", (4, 1): "four", (2, 2): "four, experts in two groups"}
@@ -75,10 +76,7 @@ def scaling_table(found: Sequence[Row]) -> str:
         lines.append(f"| {line.name} | " + " | ".join(cells) + f" | {line.asked} |")
         used += [r for way, r in mine.items() if way in WAYS]
     if used:
-        dates = ", ".join(sorted({r["date"] for r in used}))
-        commits = ", ".join(sorted({r["commit"][:7] for r in used}))
-        gpus = " and ".join(sorted({r["gpu"] for r in used}))
-        lines += ["", f"Synthetic weights. {gpus}, {dates}, commit {commits}."]
+        lines += ["", f"Synthetic weights. {rows.origin(used)}."]
     return "\n".join(lines) + "\n"
 
 

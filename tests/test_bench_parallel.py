@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import parallel, scaling
+from bench import parallel, rank_killed, scaling
 from bench.models import Setup
 from bench.ranks import Ranks, Work, line
 from bench.rows import BenchError, Row
@@ -50,6 +50,18 @@ def test_everything_about_n_gpus_can_be_cut(ranks: int) -> None:
 def test_the_small_model_can_be_shared_by_four(tmp_path: Path) -> None:
     config = ModelConfig.from_json(Path(scaling.small_model(str(tmp_path))))
     assert Shard(3, 4).local(config).mamba is not None
+
+
+def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+    small = Setup(scaling.small_model(str(tmp_path)), "nvfp4", layers=3, device="cpu")
+    seconds, said = rank_killed.until_gone(small, Ranks(2))
+    assert 0 <= seconds < 10
+    assert said.endswith("rank 1 was ended by signal 9 (killed)")
+
+
+def test_ranks_that_cannot_start_are_told(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"no rank was killed: .*no_such_model"):
+        rank_killed.until_gone(Setup("preset:no_such_model", "bf16", device="cpu"), Ranks(2))
 
 
 def test_a_gate_counts_once_for_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from nemotriton.kernels import rank_sums
 from nemotriton.kernels.compiles import compiled_variants
-from nemotriton.kernels.op import INTERPRET, SPECS, compile_only, launch
+from nemotriton.kernels.op import INTERPRET, compile_only, launch
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="nothing is compiled in the interpreter")
 
@@ -54,9 +53,3 @@ def test_kernels_of_no_spec_count_and_other_listeners_hear_as_much() -> None:
     knobs.compilation.listener = passing_on
     assert (compile_one(3), heard) == (1, ["_write", "last", "_write"]), "once, though asked twice"
     assert (compile_one(4), len(heard)) == (1, 5)
-
-
-def test_there_are_launched_kernels_that_no_spec_names() -> None:
-    """Why they are not counted by what SPECs name."""
-    named = {id(kernel) for spec in SPECS.values() for kernel in spec.kernels}
-    assert id(rank_sums._sum_add_rms_norm) not in named

@@ -108,7 +108,8 @@ def test_rows_added_atomically_have_a_label_of_their_own(
     with combining(way):
         found = list(goals.measure(wanted, CPU))
     for goal, row in zip(wanted, found, strict=True):
-        added = way == "atomic" and goal.op == "run_experts_packed"
+        many = goal.tokens >= 1024  # by the form that stores every row
+        added = way == "atomic" and goal.op == "run_experts_packed" and not many
         assert row["label"] == goal.label + ", atomic" * added
         assert row["status"] == ("ok" if added else "red")
         assert row["note"] == (goals.ATOMIC if added else "y differs between two runs")

@@ -171,7 +171,7 @@ def test_ten_thousand_random_steps_have_the_bits_of_the_recurrence(name: str, st
 
 @pytest.mark.parametrize("name", ["float16", "float16-sr", "int16"])
 def test_random_steps_have_the_bits_of_tokens_fed_one_by_one(name: str) -> None:
-    """The world of the GPU's tests, in formats that are not above: there `verdict` sees ten
+    """The world of the tests on a GPU, in formats that are not above; on a GPU it takes ten
     thousand steps."""
     sizes = replace(WORLD, heads=2, head_dim=3, state=8, groups=1)
     world = ReplayWorld(name, torch.device("cpu"), sizes, ssm_replay.ref, seed=4)

@@ -67,7 +67,7 @@ def measure(watch: Stopwatch, where: torch.device, size: int = BYTES, side: int 
         programs = cdiv(a.numel(), block)
         launch(_copy, (programs,), a, b, a.numel(), BLOCK=block, num_warps=warps)
 
-    copies = [watch.capture([functools.partial(copy, *size)], True) for size in COPIES]
+    copies = [watch.capture([functools.partial(copy, *shape)], True) for shape in COPIES]
     copy_us = min(timing.us for timing in race(copies, samples=15))
     read_us = _median(watch.capture([read], True))
     flops = 2 * side**3 / 1e6

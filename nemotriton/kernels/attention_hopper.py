@@ -13,8 +13,8 @@ rows times a KV head each, with roles that meet at mbarriers only:
     loads V  1 warp: TMA of the values
     tails    1 warp: zeros behind an item's last key (0 times NaN is not 0)
 
-The rows of q have one slot: with two, which the emulation finds right, results were wrong on the
-card (bench/README.md).
+The rows of q have one slot: of two, ptxas 12.8 reads the wrong one in the second loop unless the
+slot's number is hidden from it (bench/README.md, compiler hazards).
 
 Keys are summed in blocks of BLOCK_N from the sequence's first; a block that a row does not see
 changes no bit of it, so how a prompt is cut does not either. Sums are scaled to a row's largest

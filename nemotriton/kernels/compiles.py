@@ -11,6 +11,7 @@ from typing import Any
 from triton import knobs
 
 _told = threading.local()
+_counting = threading.Lock()
 
 
 class _Listener:
@@ -23,7 +24,8 @@ class _Listener:
 
     def __call__(self, **news: Any) -> None:
         outer = not getattr(_told, "already", False)  # `other` may call one of ours again
-        _Listener.count += outer
+        with _counting:
+            _Listener.count += outer
         if self.other is None:
             return
         _told.already = True
