@@ -6,12 +6,13 @@ engine, text aside (`bench.steps`). `host` is what of a step's wall time was not
 the device; `experts` the distinct ones a layer that the routing really reached, which is what the
 floor of the measured rows counts. A second table has launches, bytes and times by kind of layer.
 
-With drafts, acceptance is forced (`bench.forced`): `--acceptance 0.73` accepts each draft with that
-probability as long as all before it were; without it none is.
+With drafts, acceptance is forced (`bench.forced`): `--acceptance 0.73`, the default, accepts each
+draft in that share of passes, as long as all before it were.
 """
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import torch
@@ -186,37 +187,32 @@ def main(
     on_gpu = torch.cuda.is_available()
     facts = facts_here(rate) if on_gpu else None
     copy = facts.ceilings.copy_gbs if facts is not None else 1e3 * (rate or 4.28)
-    for k in numbers(drafts):
+    wanted = {k: loads(batch, context, k, setup) for k in numbers(drafts)}
+    for k, found in wanted.items():
         weights = setup.weights(k)
-        for load in loads(batch, context, k, setup):
+        for load in found:
             show(cost.parts(weights, load), load, copy)
     need_gpu()
     assert facts is not None
     command = f"python -m bench.decode {setup.words()} --batch {batch} --context {context} "
     command += f"--drafts {drafts}"
-    for k in numbers(drafts):
-        wanted = loads(batch, context, k, setup)
-        for row in fitting(setup, wanted, k, facts, each, graphs, command):
+    for k, found in wanted.items():
+        measuring = functools.partial(
+            measure, setup, drafts=k, facts=facts, each=each, graphs=graphs, command=command
+        )
+        for row in fitting(found, measuring):
             rows.append(row, out)
 
 
-def fitting(
-    setup: Setup,
-    wanted: list[Load],
-    drafts: int,
-    facts: Facts,
-    each: int,
-    graphs: bool,
-    command: str,
-) -> Iterator[Row]:
+def fitting(wanted: list[Load], measuring: Callable[[list[Load]], Iterator[Row]]) -> Iterator[Row]:
     """Measure the loads; while a GPU cannot hold the largest batch, without it, which is told."""
     while wanted:
         try:
-            yield from measure(setup, wanted, drafts, facts, each, graphs, command)
+            yield from measuring(wanted)
         except CapacityError as problem:
-            most = max(load.batch for load in wanted)
-            print(f"{most} sequences, {drafts} drafts: does not fit: {problem}", flush=True)
-            wanted = [load for load in wanted if load.batch < most]
+            most = max(wanted, key=lambda load: load.batch)
+            print(f"{most.batch} sequences, {most.drafts} drafts: does not fit: {problem}")
+            wanted = [load for load in wanted if load.batch < most.batch]
         else:
             return
 

@@ -44,9 +44,8 @@ def until_gone(setup: Setup, ranks: Ranks) -> tuple[float, str]:
                 os.kill(pid, signal.SIGKILL)
     reader.join(5.0)
     require("killed" in facts, f"no rank was killed: {said[-1]}", BenchError)
-    left = f"a killed rank was outlived by {LIMIT:.0f} s"
-    require(gone is not None, left, BenchError)
-    assert gone is not None
+    if gone is None:
+        raise BenchError(f"a killed rank was outlived by {LIMIT:.0f} s")
     named = [line for line in said if "ended by signal" in line]
     return gone - facts["killed"], (named or said)[-1]
 

@@ -163,9 +163,10 @@ def scaled(found: Sequence[Row], file: Path) -> None:
     """Super on several GPUs: how many times the speed of one, and the share of all their floors."""
     pyplot = plotting()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    drawn = False
+    drawn, used = False, list[Row]()
     for what in scaling_figures.LINES:
         mine = {tp: r for (tp, ep), r in sorted(what.rows(found).items()) if ep == 1}
+        used += mine.values()
         if 1 in mine and len(mine) > 1:
             left.plot(
                 [*mine], [mine[1]["us"] / r["us"] for r in mine.values()], "o-", label=what.name
@@ -179,10 +180,7 @@ def scaled(found: Sequence[Row], file: Path) -> None:
     right.set(xlabel="GPUs (tp)", ylabel="% of the floor of all", xticks=[1, 2, 4], ylim=(0, 100))
     left.legend(fontsize=7)
     right.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1.02, 1))
-    gpus = " and ".join(
-        sorted({r["gpu"] for what in scaling_figures.LINES for r in what.rows(found).values()})
-    )
-    figure.suptitle(f"{gpus}, synthetic weights")
+    figure.suptitle(f"{rows.gpus(used)}, synthetic weights")
     figure.savefig(file, dpi=66, bbox_inches="tight")
     pyplot.close(figure)
 

@@ -135,10 +135,14 @@ COLUMNS = {
 
 def origin(found: Sequence[Row]) -> str:
     """Of which GPUs, dates and commits rows are, in words."""
-    gpus = " and ".join(sorted({r["gpu"] for r in found}))
     dates = ", ".join(sorted({r["date"] for r in found}))
     commits = ", ".join(sorted({(r["commit"] or "unknown")[:7] for r in found}))
-    return f"{gpus}, {dates}, commit {commits}"
+    return f"{gpus(found)}, {dates}, commit {commits}"
+
+
+def gpus(found: Iterable[Row]) -> str:
+    """The GPUs that rows are of."""
+    return " and ".join(sorted({r["gpu"] for r in found}))
 
 
 def case_text(case: dict[str, Any]) -> str:

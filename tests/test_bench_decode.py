@@ -212,20 +212,19 @@ def test_prompts_of_every_length_and_piece(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_batch_that_does_not_fit_is_told_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def measured(setup: Setup, wanted: list[Load], *rest: Any) -> Iterator[Row]:
+    def measured(wanted: list[Load]) -> Iterator[Row]:
         if max(x.batch for x in wanted) > 4:
             raise CapacityError("8 requests do not fit")
         yield from ({"tokens": x.batch} for x in wanted)
 
-    monkeypatch.setattr(decode, "measure", measured)
     wanted = decode.loads("1,8,4,16", "100", 3, TINY)
-    found = rows_of(decode.fitting(TINY, wanted, 3, FACTS, 1, True, "measure"))
+    found = rows_of(decode.fitting(wanted, measured))
     assert [row["tokens"] for row in found] == [1, 4]
     told = capsys.readouterr().out
     assert told.count("does not fit: 8 requests do not fit") == 2
-    assert rows_of(decode.fitting(TINY, wanted[1:2], 3, FACTS, 1, True, "measure")) == []
+    assert rows_of(decode.fitting(wanted[1:2], measured)) == []
 
 
 @pytest.mark.parametrize("k", [0, 2])

@@ -128,11 +128,9 @@ def small_sums(rank: int, ranks: int, device: torch.device, store: dist.Store) -
     if made.rows is not None and not _all_agree(_adds_norms(made, device)):
         made.rows = None
     if rank == 0 and not made.adds:
-        log.warning("NEMOTRITON_SUMS=%s: a small sum came out wrong; NCCL adds up", way)
+        log.warning("NEMOTRITON_SUMS=%s: this torch has no small sum, or it came out wrong", way)
     if rank == 0 and way == "fused" and made.rows is None:
-        log.warning(
-            "NEMOTRITON_SUMS=%s: a sum inside a norm came out wrong; it is two launches", way
-        )
+        log.warning("NEMOTRITON_SUMS=%s: a sum with a norm came out wrong; it is two launches", way)
     return made if made.adds or made.rows is not None else None
 
 
